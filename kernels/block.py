@@ -1,0 +1,103 @@
+"""The byte layout of an expert block: the only place that knows it.
+
+A block holds one expert's packed weights, in this order, padded to whole pages so that O_DIRECT can read it:
+
+    up values     width rows x latent/2 bytes    row n: neuron n's E2M1 input codes, even one in the low nibble
+    up scales     width rows x latent/16 bytes   E4M3, one per 16 inputs
+    down values   width rows x latent/2 bytes    row n: neuron n's output codes, even one in the low nibble
+    down scales   width/16 rows x latent bytes   E4M3, row g = the scales of 16-neuron group g, one per output
+
+`down` in a checkpoint is [latent, width] with codes packed along width; here it is transposed so that a dead neuron is a row
+that need not be read. Packing is a permutation of codes: no value changes. Per-tensor scales are in the manifest.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+PAGE = 4096
+GROUP = 16  # weights that share a scale, fixed by NVFP4
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Offsets and sizes in bytes of a block for experts of `latent` inputs and outputs and `width` neurons."""
+
+    latent: int
+    width: int
+
+    def __post_init__(self) -> None:
+        if self.latent <= 0 or self.latent % 32 or self.width <= 0 or self.width % GROUP:
+            raise ValueError(
+                f"expert of latent size {self.latent} and width {self.width}: the latent size must be a positive "
+                f"multiple of 32 and the width one of {GROUP}"
+            )
+
+    @property
+    def up_values(self) -> int:
+        return 0
+
+    @property
+    def up_scales(self) -> int:
+        return self.width * self.latent // 2
+
+    @property
+    def down_values(self) -> int:
+        return self.up_scales + self.width * self.latent // GROUP
+
+    @property
+    def down_scales(self) -> int:
+        return self.down_values + self.width * self.latent // 2
+
+    @property
+    def used_bytes(self) -> int:
+        return self.down_scales + self.width // GROUP * self.latent
+
+    @property
+    def block_bytes(self) -> int:
+        return -(-self.used_bytes // PAGE) * PAGE
+
+    def pack(self, up_weight: Bytes, up_scale: Bytes, down_weight: Bytes, down_scale: Bytes) -> Bytes:
+        """A block from the checkpoint's tensors, all as uint8.
+
+        up_weight [width, latent/2], up_scale [width, latent/16], down_weight [latent, width/2],
+        down_scale [latent, width/16] -> [block_bytes], padding zero. Raises ValueError on any other shape.
+        """
+        expected = {
+            "up_weight": (up_weight, (self.width, self.latent // 2)),
+            "up_scale": (up_scale, (self.width, self.latent // GROUP)),
+            "down_weight": (down_weight, (self.latent, self.width // 2)),
+            "down_scale": (down_scale, (self.latent, self.width // GROUP)),
+        }
+        for name, (array, shape) in expected.items():
+            if array.shape != shape or array.dtype != np.uint8:
+                raise ValueError(f"{name}: expected uint8 {shape}, found {array.dtype} {array.shape}")
+        block = np.zeros(self.block_bytes, np.uint8)
+        block[: self.up_scales] = up_weight.reshape(-1)
+        block[self.up_scales : self.down_values] = up_scale.reshape(-1)
+        block[self.down_values : self.down_scales] = _repack_nibbles(_split_nibbles(down_weight).T).reshape(-1)
+        block[self.down_scales : self.used_bytes] = down_scale.T.reshape(-1)
+        return block
+
+    def unpack(self, block: Bytes) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+        """The four checkpoint tensors of a block: the inverse of `pack`."""
+        if block.shape != (self.block_bytes,) or block.dtype != np.uint8:
+            raise ValueError(f"block: expected uint8 ({self.block_bytes},), found {block.dtype} {block.shape}")
+        up_weight = block[: self.up_scales].reshape(self.width, self.latent // 2)
+        up_scale = block[self.up_scales : self.down_values].reshape(self.width, self.latent // GROUP)
+        rows = block[self.down_values : self.down_scales].reshape(self.width, self.latent // 2)
+        scales = block[self.down_scales : self.used_bytes].reshape(self.width // GROUP, self.latent)
+        return up_weight.copy(), up_scale.copy(), _repack_nibbles(_split_nibbles(rows).T), scales.T.copy()
+
+
+def _split_nibbles(packed: Bytes) -> Bytes:
+    """[rows, n/2] packed codes -> [rows, n] codes, the low nibble first."""
+    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(packed.shape[0], -1)
+
+
+def _repack_nibbles(codes: Bytes) -> Bytes:
+    """[rows, n] codes -> [rows, n/2] packed, the even code in the low nibble."""
+    return (codes[:, 0::2] | (codes[:, 1::2] << 4)).astype(np.uint8)

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible front: text, templates, HTTP, dialog snapshots. Never imports torch or the engine."""

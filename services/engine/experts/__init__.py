@@ -1,0 +1,1 @@
+"""Where expert blocks live and how they move: store (disk), tiers (sizes), streamer (drives the host library)."""

@@ -1,0 +1,194 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GenerateIn(_message.Message):
+    __slots__ = ("start", "chunk")
+    START_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    start: Start
+    chunk: SnapshotChunk
+    def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., chunk: _Optional[_Union[SnapshotChunk, _Mapping]] = ...) -> None: ...
+
+class Start(_message.Message):
+    __slots__ = ("request_id", "ids", "max_tokens", "sampling", "stop_ids", "snapshot_at", "snapshot_answer", "offers")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_AT_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_ANSWER_FIELD_NUMBER: _ClassVar[int]
+    OFFERS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    max_tokens: int
+    sampling: Sampling
+    stop_ids: _containers.RepeatedScalarFieldContainer[int]
+    snapshot_at: _containers.RepeatedScalarFieldContainer[int]
+    snapshot_answer: bool
+    offers: _containers.RepeatedCompositeFieldContainer[StateRef]
+    def __init__(self, request_id: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., snapshot_at: _Optional[_Iterable[int]] = ..., snapshot_answer: _Optional[bool] = ..., offers: _Optional[_Iterable[_Union[StateRef, _Mapping]]] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("temperature", "top_p", "seed")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    seed: int
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class StateRef(_message.Message):
+    __slots__ = ("state_id", "tokens", "size_bytes")
+    STATE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    state_id: bytes
+    tokens: int
+    size_bytes: int
+    def __init__(self, state_id: _Optional[bytes] = ..., tokens: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class GenerateOut(_message.Message):
+    __slots__ = ("restore", "progress", "token", "finish", "snapshot", "chunk")
+    RESTORE_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    restore: Restore
+    progress: Progress
+    token: Token
+    finish: Finish
+    snapshot: SnapshotHead
+    chunk: SnapshotChunk
+    def __init__(self, restore: _Optional[_Union[Restore, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., token: _Optional[_Union[Token, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotHead, _Mapping]] = ..., chunk: _Optional[_Union[SnapshotChunk, _Mapping]] = ...) -> None: ...
+
+class Restore(_message.Message):
+    __slots__ = ("source", "state", "reason")
+    class Source(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        NONE: _ClassVar[Restore.Source]
+        HOT: _ClassVar[Restore.Source]
+        SEND: _ClassVar[Restore.Source]
+        SENT: _ClassVar[Restore.Source]
+        REFUSED: _ClassVar[Restore.Source]
+    NONE: Restore.Source
+    HOT: Restore.Source
+    SEND: Restore.Source
+    SENT: Restore.Source
+    REFUSED: Restore.Source
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    source: Restore.Source
+    state: StateRef
+    reason: str
+    def __init__(self, source: _Optional[_Union[Restore.Source, str]] = ..., state: _Optional[_Union[StateRef, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("done_tokens", "total_tokens")
+    DONE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    done_tokens: int
+    total_tokens: int
+    def __init__(self, done_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ...) -> None: ...
+
+class Token(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    def __init__(self, id: _Optional[int] = ...) -> None: ...
+
+class Finish(_message.Message):
+    __slots__ = ("reason", "prompt_tokens", "cached_tokens", "executed_tokens", "generated_tokens", "queue_s", "prefill_s", "decode_s")
+    class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        UNKNOWN: _ClassVar[Finish.Reason]
+        STOP: _ClassVar[Finish.Reason]
+        LENGTH: _ClassVar[Finish.Reason]
+    UNKNOWN: Finish.Reason
+    STOP: Finish.Reason
+    LENGTH: Finish.Reason
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXECUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    reason: Finish.Reason
+    prompt_tokens: int
+    cached_tokens: int
+    executed_tokens: int
+    generated_tokens: int
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    def __init__(self, reason: _Optional[_Union[Finish.Reason, str]] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., executed_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ...) -> None: ...
+
+class SnapshotHead(_message.Message):
+    __slots__ = ("state", "chunks")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    state: StateRef
+    chunks: int
+    def __init__(self, state: _Optional[_Union[StateRef, _Mapping]] = ..., chunks: _Optional[int] = ...) -> None: ...
+
+class SnapshotChunk(_message.Message):
+    __slots__ = ("index", "data")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    data: bytes
+    def __init__(self, index: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class VisionIn(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class VisionOut(_message.Message):
+    __slots__ = ("handle", "tokens")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    handle: bytes
+    tokens: int
+    def __init__(self, handle: _Optional[bytes] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class InfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class InfoResponse(_message.Message):
+    __slots__ = ("model", "model_fingerprint", "arithmetic_fingerprint", "vocab_size", "context_tokens", "max_sequences", "queue_limit", "vision", "device", "version")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    ARITHMETIC_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    VISION_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    model_fingerprint: str
+    arithmetic_fingerprint: str
+    vocab_size: int
+    context_tokens: int
+    max_sequences: int
+    queue_limit: int
+    vision: bool
+    device: str
+    version: str
+    def __init__(self, model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., arithmetic_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., queue_limit: _Optional[int] = ..., vision: _Optional[bool] = ..., device: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...

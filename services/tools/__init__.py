@@ -1,0 +1,1 @@
+"""The `thimble` command and what it runs."""
