@@ -7,8 +7,8 @@ A block holds one expert's packed weights, in this order, padded to whole pages 
     down values   width rows x latent/2 bytes    row n: neuron n's output codes, even one in the low nibble
     down scales   width/16 rows x latent bytes   E4M3, row g = the scales of 16-neuron group g, one per output
 
-`down` in a checkpoint is [latent, width] with codes packed along width; here it is transposed so that a dead neuron is a row
-that need not be read. Packing is a permutation of codes: no value changes. Per-tensor scales are in the manifest.
+`down` in a checkpoint is [latent, width] with codes packed along width; here it is transposed so that a dead neuron is
+a row that need not be read. Packing is a permutation of codes: no value changes. Per-tensor scales are in the manifest.
 """
 
 from dataclasses import dataclass
