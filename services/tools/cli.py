@@ -1,0 +1,61 @@
+"""The `thimble` command: finds the subcommand and runs it. Owns no work of its own.
+
+A subcommand is a module with `add_arguments(parser)` and `run(args) -> int`. Its module is imported only when it is
+asked for, so that `thimble chat` does not wait for torch.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    module: str
+    summary: str
+
+
+SUBCOMMANDS = {
+    "quantize": Subcommand("services.tools.quantize", "a BF16 checkpoint to the ModelOpt NVFP4/FP8 layout"),
+    "repack": Subcommand("services.tools.repack", "a checkpoint to the store that the engine reads"),
+    "perplexity": Subcommand("services.tools.perplexity", "how well a checkpoint predicts given texts"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the process's exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if words else 2
+    name = words[0]
+    if name not in SUBCOMMANDS:
+        print(f"thimble: unknown command {name!r}\n\n{usage()}", file=sys.stderr)
+        return 2
+    subcommand = SUBCOMMANDS[name]
+    module = importlib.import_module(subcommand.module)
+    parser = argparse.ArgumentParser(prog=f"thimble {name}", description=subcommand.summary)
+    module.add_arguments(parser)
+    args = parser.parse_args(words[1:])
+    try:
+        return int(module.run(args))
+    except KeyboardInterrupt:
+        print("thimble: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        # Only what our own trees name is a message for people; anything else is a bug and keeps its traceback.
+        if not isinstance(getattr(error, "code", None), str):
+            raise
+        print(f"thimble {name}: {error}", file=sys.stderr)
+        return 1
+
+
+def usage() -> str:
+    lines = [f"  {name:<12}{subcommand.summary}" for name, subcommand in SUBCOMMANDS.items()]
+    return "usage: thimble COMMAND [options]   (thimble COMMAND --help for its options)\n\n" + "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
