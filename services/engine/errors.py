@@ -1,9 +1,22 @@
 """The engine's exceptions: one tree, each with a stable code. Owns no mapping to gRPC; the server maps codes once.
 
 EngineError
-├── CheckpointError   the checkpoint is not ours, incomplete, or contradicts itself
-├── StoreError        the repacked store is missing, damaged, or does not fit this build
-└── DiskError         a file could not be written: no space, no permission
+├── CheckpointError         the checkpoint is not ours, incomplete, or contradicts itself
+├── StoreError              the repacked store is missing, damaged, or does not fit this build
+├── DiskError               a file could not be read or written: no space, no permission, an I/O error
+├── MemoryPlanError         what is asked for does not fit into this machine's memory
+├── PayloadError            a snapshot's bytes do not fit this model, or are damaged
+├── RequestError            the client asked for something that cannot be done
+│   ├── IdsError            no prompt, or an id outside the vocabulary
+│   ├── ContextError        prompt and answer do not fit the context
+│   ├── SamplingError       temperature, top_p or max_tokens out of range
+│   ├── PositionError       a snapshot is wanted where there is none
+│   └── StreamError         messages of a stream in an order that the contract does not have
+├── UnsupportedError        declared in the contract, not built
+├── QueueFullError          as many requests as the engine takes are under way or waiting
+├── CancelledError          the client has gone
+├── StepError               a model step failed; the requests in it are lost, the engine goes on
+└── StoppingError           the engine is loading, stopping, or has stopped
 """
 
 from typing import ClassVar
@@ -25,3 +38,55 @@ class StoreError(EngineError):
 
 class DiskError(EngineError):
     code = "disk"
+
+
+class MemoryPlanError(EngineError):
+    code = "memory_plan"
+
+
+class PayloadError(EngineError):
+    code = "bad_snapshot"
+
+
+class RequestError(EngineError):
+    code = "bad_request"
+
+
+class IdsError(RequestError):
+    code = "bad_ids"
+
+
+class ContextError(RequestError):
+    code = "context_too_long"
+
+
+class SamplingError(RequestError):
+    code = "bad_sampling"
+
+
+class PositionError(RequestError):
+    code = "bad_snapshot_position"
+
+
+class StreamError(RequestError):
+    code = "bad_stream"
+
+
+class UnsupportedError(EngineError):
+    code = "unsupported"
+
+
+class QueueFullError(EngineError):
+    code = "queue_full"
+
+
+class CancelledError(EngineError):
+    code = "cancelled"
+
+
+class StepError(EngineError):
+    code = "step_failed"
+
+
+class StoppingError(EngineError):
+    code = "engine_stopping"
