@@ -1,0 +1,89 @@
+"""The engine's settings: every number an owner may set, with its unit and its limits. Owns no fact found at run time.
+
+Variables are THIMBLE_ENGINE_ + FIELD; a GB is 10^9 bytes. A 0 that means "automatic" is resolved in plan.py, never
+written back here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.settings import SettingError, load, setting
+
+PREFIX = "THIMBLE_ENGINE_"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Read once at start by `read_config`. A value out of range raises SettingError, which names the variable."""
+
+    store: Path = setting(Path("store"), "", "folder that `thimble repack` wrote")
+    model_name: str = setting("", "", "the name the model is served under; empty: the name in the store")
+    host: str = setting("127.0.0.1", "", "address that gRPC listens on")
+    port: int = setting(8600, "", "port of gRPC; 0: any free one, printed at start")
+    metrics_host: str = setting("127.0.0.1", "", "address that /metrics listens on")
+    metrics_port: int = setting(8601, "", "port of /metrics; 0: any free one, printed at start")
+
+    expert_cache_gb: float = setting(
+        0.0, "GB", "RAM for expert blocks; 0: half of what is free, or all experts if less"
+    )
+    expert_slots: int = setting(0, "blocks", "exact number of slots instead of expert_cache_gb; 0: not set")
+    readers: int = setting(4, "threads", "disk reads in flight")
+    workers: int = setting(0, "threads", "threads that compute experts; 0: cores minus two, at least one")
+
+    max_sequences: int = setting(4, "requests", "generated at once")
+    queue_limit: int = setting(16, "requests", "waiting beyond those under way; more are refused")
+    context_tokens: int = setting(
+        0, "tokens", "longest prompt + answer; 0: the model's own limit, at most what kv_gb holds"
+    )
+    kv_gb: float = setting(1.0, "GB", "memory for the attention layers' keys and values, shared by all sequences")
+    prefill_chunk_tokens: int = setting(64, "tokens", "prompt tokens read between two tokens of the other sequences")
+
+    hot_states_gb: float = setting(
+        0.5, "GB", "RAM for states kept after a request, so that the next need not send them"
+    )
+    snapshot_timeout_s: float = setting(60.0, "s", "longest wait for a client to send or to take one snapshot")
+    stop_timeout_s: float = setting(5.0, "s", "how long requests under way may go on after a stop signal")
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in LIMITS.items():
+            value = getattr(self, name)
+            if not low <= value <= high:  # also catches NaN
+                raise SettingError(f"{variable(name)}={value} is out of range: give a value from {low} to {high}")
+        for name in ("host", "metrics_host"):
+            if not getattr(self, name).strip():
+                raise SettingError(f"{variable(name)} is empty: give an address, 127.0.0.1 for this machine only")
+        if not all(" " < letter <= "~" for letter in self.model_name):
+            raise SettingError(f"{variable('model_name')}={self.model_name!r}: only visible ASCII letters, no spaces")
+        if self.expert_slots and self.expert_cache_gb:
+            raise SettingError(f"both {variable('expert_slots')} and {variable('expert_cache_gb')} are set: keep one")
+        if self.port and self.port == self.metrics_port and self.host == self.metrics_host:
+            raise SettingError(f"{variable('port')} and {variable('metrics_port')} are both {self.port}: change one")
+
+
+LIMITS: dict[str, tuple[float, float]] = {
+    "port": (0, 65535),
+    "metrics_port": (0, 65535),
+    "expert_cache_gb": (0, 4096),
+    "expert_slots": (0, 10_000_000),
+    "readers": (1, 64),
+    "workers": (0, 512),
+    "max_sequences": (1, 256),
+    "queue_limit": (0, 10_000),
+    "context_tokens": (0, 10_000_000),
+    "kv_gb": (0.001, 4096),
+    "prefill_chunk_tokens": (1, 65536),
+    "hot_states_gb": (0, 4096),
+    "snapshot_timeout_s": (0.1, 3600),
+    "stop_timeout_s": (0, 3600),
+}
+
+
+def variable(name: str) -> str:
+    """The environment variable of a field."""
+    return PREFIX + name.upper()
+
+
+def read_config(environ: Mapping[str, str]) -> EngineConfig:
+    """The settings from the environment. Raises SettingError on an unknown variable or a bad value."""
+    return load(EngineConfig, PREFIX, environ)

@@ -1,0 +1,154 @@
+"""The vocabulary of the engine's boundary: what a client may ask for and what it is told. Owns no behaviour but checks.
+
+A request is checked whole before any work is done for it; what is wrong with it is named.
+"""
+
+import enum
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from services.engine.errors import ContextError, EngineError, IdsError, PositionError, SamplingError
+
+MOST_SNAPSHOTS = 16  # positions in one request: each is a whole state
+
+
+@dataclass(frozen=True)
+class Info:
+    """Limits and identity of an engine. The fingerprints are hex."""
+
+    model: str
+    model_fingerprint: str
+    arithmetic_fingerprint: str
+    vocab_size: int
+    context_tokens: int
+    max_sequences: int
+    queue_limit: int
+    vision: bool
+    device: str
+    version: str
+
+
+@dataclass(frozen=True)
+class StateRef:
+    """A stored state by name. `tokens` is how many ids it has consumed, `size_bytes` the size of its payload."""
+
+    state_id: bytes
+    tokens: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """One generation. `snapshot_at` are prompt positions; `offers` are states the client can send, longest first."""
+
+    request_id: str
+    ids: tuple[int, ...]
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    snapshot_at: tuple[int, ...] = ()
+    snapshot_answer: bool = False
+    offers: tuple[StateRef, ...] = ()
+
+    def check(self, info: Info) -> None:
+        """Raise the RequestError that names the first thing wrong with this request."""
+        if not self.ids:
+            raise IdsError("ids is empty: a prompt has at least one token")
+        for name, ids in (("ids", self.ids), ("stop_ids", self.stop_ids)):
+            outside = next((i for i in ids if not 0 <= i < info.vocab_size), None)
+            if outside is not None:
+                raise IdsError(f"{name} has {outside}, but the vocabulary is 0 to {info.vocab_size - 1}")
+        if self.max_tokens < 1:
+            raise SamplingError(f"max_tokens is {self.max_tokens}: ask for at least one token")
+        if len(self.ids) + self.max_tokens > info.context_tokens:
+            raise ContextError(
+                f"a prompt of {len(self.ids)} tokens and an answer of up to {self.max_tokens} do not fit the context "
+                f"of {info.context_tokens}: shorten the prompt or lower max_tokens"
+            )
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise SamplingError(f"temperature is {self.temperature}: give 0 (greedy) or a positive finite number")
+        if not 0 < self.top_p <= 1:
+            raise SamplingError(f"top_p is {self.top_p}: give a number above 0 and at most 1")
+        if len(self.snapshot_at) > MOST_SNAPSHOTS:
+            raise PositionError(f"{len(self.snapshot_at)} snapshot positions: at most {MOST_SNAPSHOTS} in one request")
+        last = 0
+        for position in self.snapshot_at:
+            if not last < position < len(self.ids):
+                raise PositionError(
+                    f"snapshot_at {list(self.snapshot_at)}: positions ascend from 1 to {len(self.ids) - 1} "
+                    "(one less than the prompt's tokens)"
+                )
+            last = position
+
+
+class Source(enum.Enum):
+    """Where the first tokens' state came from. The values are the contract's."""
+
+    NONE = 0
+    HOT = 1
+    SEND = 2
+    SENT = 3
+    REFUSED = 4
+
+
+class Reason(enum.Enum):
+    """Why an answer ended. The values are the contract's."""
+
+    STOP = 1
+    LENGTH = 2
+
+
+@dataclass(frozen=True)
+class Restore:
+    """First event, and once more after SEND. After SEND the engine waits for `Handle.restore`."""
+
+    source: Source
+    state: StateRef | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Progress:
+    done_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True)
+class Token:
+    id: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A state to store. `chunks` yields its payload, each at most 1 MiB, and may be read once, by any thread."""
+
+    state: StateRef
+    count: int
+    chunks: Iterator[bytes]
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The answer is complete; `snapshots` follow it. Tokens are counted as in the contract."""
+
+    reason: Reason
+    prompt_tokens: int
+    cached_tokens: int
+    executed_tokens: int
+    generated_tokens: int
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    snapshots: tuple[Snapshot, ...] = ()
+
+
+@dataclass(frozen=True)
+class Failed:
+    error: EngineError
+
+
+Event = Restore | Progress | Token | Finish | Failed  # Finish or Failed is the last one of a request
+Sink = Callable[[Event], None]  # called by the engine's thread: must return at once
