@@ -1,4 +1,4 @@
-"""pyproject.toml pins what we name, services/constraints.txt also everything that those bring along: they must agree."""
+"""pyproject.toml pins what we name, services/constraints.txt also all that those bring along: they must agree."""
 
 import re
 import tomllib
