@@ -24,47 +24,49 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19services/rpc/engine.proto\x12\nthimble.v1\"g\n\nGenerateIn\x12\"\n\x05start\x18\x01 \x01(\x0b\x32\x11.thimble.v1.StartH\x00\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x19.thimble.v1.SnapshotChunkH\x00\x42\t\n\x07message\"\xca\x01\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12&\n\x08sampling\x18\x04 \x01(\x0b\x32\x14.thimble.v1.Sampling\x12\x10\n\x08stop_ids\x18\x05 \x03(\r\x12\x13\n\x0bsnapshot_at\x18\x06 \x03(\r\x12\x17\n\x0fsnapshot_answer\x18\x07 \x01(\x08\x12$\n\x06offers\x18\x08 \x03(\x0b\x32\x14.thimble.v1.StateRef\"<\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"@\n\x08StateRef\x12\x10\n\x08state_id\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"\x8e\x02\n\x0bGenerateOut\x12&\n\x07restore\x18\x01 \x01(\x0b\x32\x13.thimble.v1.RestoreH\x00\x12(\n\x08progress\x18\x02 \x01(\x0b\x32\x14.thimble.v1.ProgressH\x00\x12\"\n\x05token\x18\x03 \x01(\x0b\x32\x11.thimble.v1.TokenH\x00\x12$\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x12.thimble.v1.FinishH\x00\x12,\n\x08snapshot\x18\x05 \x01(\x0b\x32\x18.thimble.v1.SnapshotHeadH\x00\x12*\n\x05\x63hunk\x18\x06 \x01(\x0b\x32\x19.thimble.v1.SnapshotChunkH\x00\x42\t\n\x07message\"\xa8\x01\n\x07Restore\x12*\n\x06source\x18\x01 \x01(\x0e\x32\x1a.thimble.v1.Restore.Source\x12#\n\x05state\x18\x02 \x01(\x0b\x32\x14.thimble.v1.StateRef\x12\x0e\n\x06reason\x18\x03 \x01(\t\"<\n\x06Source\x12\x08\n\x04NONE\x10\x00\x12\x07\n\x03HOT\x10\x01\x12\x08\n\x04SEND\x10\x02\x12\x08\n\x04SENT\x10\x03\x12\x0b\n\x07REFUSED\x10\x04\"5\n\x08Progress\x12\x13\n\x0b\x64one_tokens\x18\x01 \x01(\r\x12\x14\n\x0ctotal_tokens\x18\x02 \x01(\r\"\x13\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\"\xf7\x01\n\x06\x46inish\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.thimble.v1.Finish.Reason\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x65xecuted_tokens\x18\x04 \x01(\r\x12\x18\n\x10generated_tokens\x18\x05 \x01(\r\x12\x0f\n\x07queue_s\x18\x06 \x01(\x01\x12\x11\n\tprefill_s\x18\x07 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x08 \x01(\x01\"+\n\x06Reason\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\"C\n\x0cSnapshotHead\x12#\n\x05state\x18\x01 \x01(\x0b\x32\x14.thimble.v1.StateRef\x12\x0e\n\x06\x63hunks\x18\x02 \x01(\r\",\n\rSnapshotChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x18\n\x08VisionIn\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"+\n\tVisionOut\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\r\"\r\n\x0bInfoRequest\"\xe1\x01\n\x0cInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x1e\n\x16\x61rithmetic_fingerprint\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x05 \x01(\r\x12\x15\n\rmax_sequences\x18\x06 \x01(\r\x12\x13\n\x0bqueue_limit\x18\x07 \x01(\r\x12\x0e\n\x06vision\x18\x08 \x01(\x08\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x0f\n\x07version\x18\n \x01(\t2\xbd\x01\n\x06\x45ngine\x12?\n\x08Generate\x12\x16.thimble.v1.GenerateIn\x1a\x17.thimble.v1.GenerateOut(\x01\x30\x01\x12\x37\n\x06Vision\x12\x14.thimble.v1.VisionIn\x1a\x15.thimble.v1.VisionOut(\x01\x12\x39\n\x04Info\x12\x17.thimble.v1.InfoRequest\x1a\x18.thimble.v1.InfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19services/rpc/engine.proto\x12\nthimble.v1\"\x89\x01\n\nGenerateIn\x12\"\n\x05start\x18\x01 \x01(\x0b\x32\x11.thimble.v1.StartH\x00\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x19.thimble.v1.SnapshotChunkH\x00\x12 \n\x04stop\x18\x03 \x01(\x0b\x32\x10.thimble.v1.StopH\x00\x42\t\n\x07message\"\x06\n\x04Stop\"\xde\x01\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12&\n\x08sampling\x18\x04 \x01(\x0b\x32\x14.thimble.v1.Sampling\x12\x10\n\x08stop_ids\x18\x05 \x03(\r\x12\x13\n\x0bsnapshot_at\x18\x06 \x03(\r\x12\x17\n\x0fsnapshot_answer\x18\x07 \x01(\x08\x12$\n\x06offers\x18\x08 \x03(\x0b\x32\x14.thimble.v1.StateRef\x12\x12\n\nheads_only\x18\t \x01(\x08\"<\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"@\n\x08StateRef\x12\x10\n\x08state_id\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"\x8e\x02\n\x0bGenerateOut\x12&\n\x07restore\x18\x01 \x01(\x0b\x32\x13.thimble.v1.RestoreH\x00\x12(\n\x08progress\x18\x02 \x01(\x0b\x32\x14.thimble.v1.ProgressH\x00\x12\"\n\x05token\x18\x03 \x01(\x0b\x32\x11.thimble.v1.TokenH\x00\x12$\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x12.thimble.v1.FinishH\x00\x12,\n\x08snapshot\x18\x05 \x01(\x0b\x32\x18.thimble.v1.SnapshotHeadH\x00\x12*\n\x05\x63hunk\x18\x06 \x01(\x0b\x32\x19.thimble.v1.SnapshotChunkH\x00\x42\t\n\x07message\"\xa8\x01\n\x07Restore\x12*\n\x06source\x18\x01 \x01(\x0e\x32\x1a.thimble.v1.Restore.Source\x12#\n\x05state\x18\x02 \x01(\x0b\x32\x14.thimble.v1.StateRef\x12\x0e\n\x06reason\x18\x03 \x01(\t\"<\n\x06Source\x12\x08\n\x04NONE\x10\x00\x12\x07\n\x03HOT\x10\x01\x12\x08\n\x04SEND\x10\x02\x12\x08\n\x04SENT\x10\x03\x12\x0b\n\x07REFUSED\x10\x04\"5\n\x08Progress\x12\x13\n\x0b\x64one_tokens\x18\x01 \x01(\r\x12\x14\n\x0ctotal_tokens\x18\x02 \x01(\r\"\x13\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\"\xf7\x01\n\x06\x46inish\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.thimble.v1.Finish.Reason\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x65xecuted_tokens\x18\x04 \x01(\r\x12\x18\n\x10generated_tokens\x18\x05 \x01(\r\x12\x0f\n\x07queue_s\x18\x06 \x01(\x01\x12\x11\n\tprefill_s\x18\x07 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x08 \x01(\x01\"+\n\x06Reason\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\"C\n\x0cSnapshotHead\x12#\n\x05state\x18\x01 \x01(\x0b\x32\x14.thimble.v1.StateRef\x12\x0e\n\x06\x63hunks\x18\x02 \x01(\r\",\n\rSnapshotChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x18\n\x08VisionIn\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"+\n\tVisionOut\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\r\"\r\n\x0bInfoRequest\"\xe1\x01\n\x0cInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x1e\n\x16\x61rithmetic_fingerprint\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x05 \x01(\r\x12\x15\n\rmax_sequences\x18\x06 \x01(\r\x12\x13\n\x0bqueue_limit\x18\x07 \x01(\r\x12\x0e\n\x06vision\x18\x08 \x01(\x08\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x0f\n\x07version\x18\n \x01(\t2\xbd\x01\n\x06\x45ngine\x12?\n\x08Generate\x12\x16.thimble.v1.GenerateIn\x1a\x17.thimble.v1.GenerateOut(\x01\x30\x01\x12\x37\n\x06Vision\x12\x14.thimble.v1.VisionIn\x1a\x15.thimble.v1.VisionOut(\x01\x12\x39\n\x04Info\x12\x17.thimble.v1.InfoRequest\x1a\x18.thimble.v1.InfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'services.rpc.engine_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GENERATEIN']._serialized_start=41
-  _globals['_GENERATEIN']._serialized_end=144
-  _globals['_START']._serialized_start=147
-  _globals['_START']._serialized_end=349
-  _globals['_SAMPLING']._serialized_start=351
-  _globals['_SAMPLING']._serialized_end=411
-  _globals['_STATEREF']._serialized_start=413
-  _globals['_STATEREF']._serialized_end=477
-  _globals['_GENERATEOUT']._serialized_start=480
-  _globals['_GENERATEOUT']._serialized_end=750
-  _globals['_RESTORE']._serialized_start=753
-  _globals['_RESTORE']._serialized_end=921
-  _globals['_RESTORE_SOURCE']._serialized_start=861
-  _globals['_RESTORE_SOURCE']._serialized_end=921
-  _globals['_PROGRESS']._serialized_start=923
-  _globals['_PROGRESS']._serialized_end=976
-  _globals['_TOKEN']._serialized_start=978
-  _globals['_TOKEN']._serialized_end=997
-  _globals['_FINISH']._serialized_start=1000
-  _globals['_FINISH']._serialized_end=1247
-  _globals['_FINISH_REASON']._serialized_start=1204
-  _globals['_FINISH_REASON']._serialized_end=1247
-  _globals['_SNAPSHOTHEAD']._serialized_start=1249
-  _globals['_SNAPSHOTHEAD']._serialized_end=1316
-  _globals['_SNAPSHOTCHUNK']._serialized_start=1318
-  _globals['_SNAPSHOTCHUNK']._serialized_end=1362
-  _globals['_VISIONIN']._serialized_start=1364
-  _globals['_VISIONIN']._serialized_end=1388
-  _globals['_VISIONOUT']._serialized_start=1390
-  _globals['_VISIONOUT']._serialized_end=1433
-  _globals['_INFOREQUEST']._serialized_start=1435
-  _globals['_INFOREQUEST']._serialized_end=1448
-  _globals['_INFORESPONSE']._serialized_start=1451
-  _globals['_INFORESPONSE']._serialized_end=1676
-  _globals['_ENGINE']._serialized_start=1679
-  _globals['_ENGINE']._serialized_end=1868
+  _globals['_GENERATEIN']._serialized_start=42
+  _globals['_GENERATEIN']._serialized_end=179
+  _globals['_STOP']._serialized_start=181
+  _globals['_STOP']._serialized_end=187
+  _globals['_START']._serialized_start=190
+  _globals['_START']._serialized_end=412
+  _globals['_SAMPLING']._serialized_start=414
+  _globals['_SAMPLING']._serialized_end=474
+  _globals['_STATEREF']._serialized_start=476
+  _globals['_STATEREF']._serialized_end=540
+  _globals['_GENERATEOUT']._serialized_start=543
+  _globals['_GENERATEOUT']._serialized_end=813
+  _globals['_RESTORE']._serialized_start=816
+  _globals['_RESTORE']._serialized_end=984
+  _globals['_RESTORE_SOURCE']._serialized_start=924
+  _globals['_RESTORE_SOURCE']._serialized_end=984
+  _globals['_PROGRESS']._serialized_start=986
+  _globals['_PROGRESS']._serialized_end=1039
+  _globals['_TOKEN']._serialized_start=1041
+  _globals['_TOKEN']._serialized_end=1060
+  _globals['_FINISH']._serialized_start=1063
+  _globals['_FINISH']._serialized_end=1310
+  _globals['_FINISH_REASON']._serialized_start=1267
+  _globals['_FINISH_REASON']._serialized_end=1310
+  _globals['_SNAPSHOTHEAD']._serialized_start=1312
+  _globals['_SNAPSHOTHEAD']._serialized_end=1379
+  _globals['_SNAPSHOTCHUNK']._serialized_start=1381
+  _globals['_SNAPSHOTCHUNK']._serialized_end=1425
+  _globals['_VISIONIN']._serialized_start=1427
+  _globals['_VISIONIN']._serialized_end=1451
+  _globals['_VISIONOUT']._serialized_start=1453
+  _globals['_VISIONOUT']._serialized_end=1496
+  _globals['_INFOREQUEST']._serialized_start=1498
+  _globals['_INFOREQUEST']._serialized_end=1511
+  _globals['_INFORESPONSE']._serialized_start=1514
+  _globals['_INFORESPONSE']._serialized_end=1739
+  _globals['_ENGINE']._serialized_start=1742
+  _globals['_ENGINE']._serialized_end=1931
 # @@protoc_insertion_point(module_scope)
