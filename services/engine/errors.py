@@ -5,6 +5,7 @@ EngineError
 ├── StoreError              the repacked store is missing, damaged, or does not fit this build
 ├── DiskError               a file could not be read or written: no space, no permission, an I/O error
 ├── MemoryPlanError         what is asked for does not fit into this machine's memory
+├── OutOfPagesError         the KV pool has too few free pages; nothing was changed
 ├── PayloadError            a snapshot's bytes do not fit this model, or are damaged
 ├── RequestError            the client asked for something that cannot be done
 │   ├── IdsError            no prompt, or an id outside the vocabulary
@@ -42,6 +43,10 @@ class DiskError(EngineError):
 
 class MemoryPlanError(EngineError):
     code = "memory_plan"
+
+
+class OutOfPagesError(EngineError):
+    code = "out_of_pages"
 
 
 class PayloadError(EngineError):
