@@ -1,0 +1,44 @@
+"""Causal grouped-query attention without positions: the definition. Formula: Vaswani et al. 2017, equation 1.
+
+Float32 throughout. A query's bits depend on its own keys only: not on later ones, nor on the queries beside it.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from kernels.elementary.reference import exp, total
+
+PRODUCTS_AT_ONCE = 1 << 21  # elements; bounds the memory that a tile of queries takes
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
+    """softmax(q k / sqrt(D)) v, where query i is token `first` + i and sees tokens 0..first + i.
+
+    query [M, heads, D], key and value [T, kv_heads, D] with T >= first + M -> [M, heads, D]. Head h reads kv head
+    h // (heads / kv_heads).
+    """
+    count, heads, size = query.shape
+    tokens, kv_heads, _ = key.shape
+    query = query.reshape(count, kv_heads, heads // kv_heads, size)
+    tile = max(1, PRODUCTS_AT_ONCE // (heads * size * tokens))
+    tiles = [
+        _attend_tile(
+            query[start : start + tile], key[: first + start + tile], value[: first + start + tile], first + start
+        )
+        for start in range(0, count, tile)
+    ]
+    return torch.cat(tiles).flatten(1, 2)
+
+
+def _attend_tile(query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
+    """query [M, kv_heads, heads / kv_heads, D] -> the same shape. What is summed over stands first in memory."""
+    products = query.permute(3, 0, 1, 2).unsqueeze(4) * key.permute(2, 1, 0).contiguous()[:, None, :, None]
+    scores = total(products, dim=0) * (1.0 / math.sqrt(query.shape[3]))  # [M, kv_heads, heads / kv_heads, T]
+    position = torch.arange(len(key))
+    hidden = position[None, :] > first + position[: len(query), None]
+    scores.masked_fill_(hidden[:, None, None, :], -math.inf)
+    shares = exp(scores - scores.amax(dim=3, keepdim=True))
+    mixed = total(shares.permute(3, 0, 1, 2).contiguous().unsqueeze(4) * value[:, None, :, None], dim=0)
+    return mixed / total(shares, dim=3).unsqueeze(3)

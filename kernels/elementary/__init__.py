@@ -1,0 +1,1 @@
+"""Sums and elementary functions with the same bits whatever the shape."""

@@ -1,0 +1,1 @@
+"""The recurrent parts of a Mamba-2 layer."""

@@ -1,0 +1,101 @@
+"""What the model remembers of one sequence: the ids it has consumed, convolution and SSM states, and its KV pages.
+
+Owns the fixed-size tensors; the pages belong to the pool, the state holds their numbers. A recurrent state cannot be
+rolled back: to go on from a place twice, `clone` it there. Used by the thread that owns the model, only.
+"""
+
+import torch
+from torch import Tensor
+
+from services.engine.model_config import ModelConfig
+from services.engine.pages import PAGE_TOKENS, PagePool, pages_for
+
+
+class State:
+    """A fresh state has consumed no id. All tensors are float32.
+
+    conv [mamba layers, conv_channels, conv_kernel - 1]: the last inputs of each convolution, the newest last.
+    ssm [mamba layers, mamba_heads, mamba_head_dim, mamba_state].
+    """
+
+    def __init__(self, config: ModelConfig, pool: PagePool) -> None:
+        layers = len(config.mamba_layers)
+        self.config = config
+        self.pool = pool
+        self.ids: list[int] = []
+        self.conv = torch.zeros(layers, config.conv_channels, config.conv_kernel - 1)
+        self.ssm = torch.zeros(layers, config.mamba_heads, config.mamba_head_dim, config.mamba_state)
+        self.pages: list[int] = []
+        self.spoiled = False  # a step failed halfway: nothing here can be trusted, only `release` is allowed
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the fixed-size tensors; pages are counted by the pool."""
+        return self.conv.nbytes + self.ssm.nbytes
+
+    def pages_missing(self, tokens: int) -> int:
+        """How many pages `reserve(tokens)` will take from the pool."""
+        return max(0, pages_for(self.tokens + tokens) - len(self.pages)) + self._writes_into_shared_page(tokens)
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` more ids. Raises OutOfPagesError and changes nothing if the pool has too few."""
+        self.pool.require(self.pages_missing(tokens))
+        if self._writes_into_shared_page(tokens):
+            last = self.tokens // PAGE_TOKENS
+            (own,) = self.pool.allocate(1)
+            self.pool.copy(self.pages[last], own)
+            self.pool.release([self.pages[last]])
+            self.pages[last] = own
+        self.pages += self.pool.allocate(max(0, pages_for(self.tokens + tokens) - len(self.pages)))
+
+    def write_kv(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Keys and values [M, kv_heads, head_dim] of the next M tokens of attention layer `layer`, into reserved room.
+
+        `ids` grows only when the whole step is done, so each layer writes at the same place.
+        """
+        for source, pool in ((key, self.pool.keys[layer]), (value, self.pool.values[layer])):
+            done = 0
+            while done < len(source):
+                page, offset = divmod(self.tokens + done, PAGE_TOKENS)
+                count = min(PAGE_TOKENS - offset, len(source) - done)
+                pool[self.pages[page], offset : offset + count] = source[done : done + count]
+                done += count
+
+    def read_kv(self, layer: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Copies of its first `tokens` keys and values of a layer, both [tokens, kv_heads, head_dim]."""
+        pages = torch.tensor(self.pages[: pages_for(tokens)], dtype=torch.long)
+        key = self.pool.keys[layer].index_select(0, pages).flatten(0, 1)[:tokens]
+        value = self.pool.values[layer].index_select(0, pages).flatten(0, 1)[:tokens]
+        return key, value
+
+    def clone(self) -> "State":
+        """An independent copy. Pages are shared until one of the two writes into the last one."""
+        assert not self.spoiled
+        copy = State.__new__(State)
+        copy.config, copy.pool = self.config, self.pool
+        copy.ids = list(self.ids)
+        copy.conv, copy.ssm = self.conv.clone(), self.ssm.clone()
+        copy.pages = self.pages[: pages_for(self.tokens)]
+        copy.spoiled = False
+        self.pool.share(copy.pages)
+        return copy
+
+    def release(self) -> None:
+        """Give the pages back. The state is empty and must not be used again; a second release does nothing."""
+        self.pool.release(self.pages)
+        self.pages = []
+        self.spoiled = True
+
+    def _writes_into_shared_page(self, tokens: int) -> bool:
+        last = self.tokens // PAGE_TOKENS
+        return tokens > 0 and last < len(self.pages) and self.pool.is_shared(self.pages[last])
+
+
+def state_bytes(config: ModelConfig) -> int:
+    """Of one state's fixed-size tensors: what `State.size_bytes` will be."""
+    ssm = config.mamba_heads * config.mamba_head_dim * config.mamba_state
+    return 4 * len(config.mamba_layers) * (config.conv_channels * (config.conv_kernel - 1) + ssm)
