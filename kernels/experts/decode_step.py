@@ -1,0 +1,142 @@
+"""Buffers and launches of one MoE layer's routed experts on a GPU (or in Triton's interpreter on the CPU).
+
+Owns the intermediate buffers; the caller owns inputs, the blocks behind the addresses and the host results. Everything
+is allocated here, before any CUDA graph is captured; `launch` only launches. Grids are fixed by `items`, so one
+captured graph serves every number of experts from 0 to `items`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from kernels.block import GROUP, BlockLayout
+from kernels.experts import decode
+
+Tensor = torch.Tensor
+
+UP_TILE = 16  # neurons a program: 8 KiB of codes in flight
+DOWN_SPLITS = 16
+COMBINE_TILE = 64
+FINGERPRINT = f"triton-int64 up{UP_TILE} down{DOWN_SPLITS} combine{COMBINE_TILE}"
+
+
+@dataclass
+class ExpertStep:
+    """For at most `items` experts of `layout` on this device, exactly `tokens` tokens with `top_k` experts each.
+
+    Inputs, written by whoever prepares the step (addresses may be of device or page-locked host memory):
+      x float32 [tokens, latent]; weights float32 [tokens, top_k]; source int32 [tokens, top_k] (item number, or -1 for
+      host_y); table int64 [items, 2] (addresses of the blocks that `up` and `down` are read from); scale_2 float32
+      [items, 2]; count int32 [1]; host_y float32 [tokens, top_k, latent].
+    Output: out float32 [tokens, latent].
+    """
+
+    layout: BlockLayout
+    items: int
+    tokens: int
+    top_k: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        latent, width = self.layout.latent, self.layout.width
+        if latent & (latent - 1) or self.items < 1 or self.tokens < 1:
+            raise ValueError(
+                f"latent size {latent} must be a power of two, items {self.items} and tokens {self.tokens} > 0"
+            )
+
+        def new(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        self.x = new(self.tokens, latent, dtype=torch.float32)
+        self.weights = new(self.tokens, self.top_k, dtype=torch.float32)
+        self.source = new(self.tokens, self.top_k, dtype=torch.int32)
+        self.table = new(self.items, 2, dtype=torch.int64)
+        self.scale_2 = new(self.items, 2, dtype=torch.float32)
+        self.count = new(1, dtype=torch.int32)
+        self.host_y = new(self.tokens, self.top_k, latent, dtype=torch.float32)
+        self.out = new(self.tokens, latent, dtype=torch.float32)
+        self.xq = new(self.tokens, latent, dtype=torch.int16)
+        self.x_factor = new(self.tokens, dtype=torch.float32)
+        self.h = new(self.items, self.tokens, width, dtype=torch.float32)
+        self.hq = new(self.items, self.tokens, width, dtype=torch.int16)
+        self.touched = new(self.items, width // GROUP, dtype=torch.int32)
+        self.touched_count = new(self.items, dtype=torch.int32)
+        self.y_factor = new(self.items, self.tokens, dtype=torch.float32)
+        self.partial = new(self.items, self.tokens, DOWN_SPLITS, latent, dtype=torch.int64)
+
+    def launch(self, whole_groups: bool = False) -> None:
+        """Queue the whole step on the current stream."""
+        self.launch_quantise()
+        self.launch_up()
+        self.launch_alive()
+        self.launch_down(whole_groups)
+        self.launch_combine()
+
+    def launch_quantise(self) -> None:
+        decode.quantise_kernel[(self.tokens,)](self.x, self.xq, self.x_factor, LATENT=self.layout.latent)
+
+    def launch_up(self, tile: int = UP_TILE, warps: int = 4) -> None:
+        decode.up_kernel[(triton.cdiv(self.layout.width, tile), self.items)](
+            self.table,
+            self.count,
+            self.scale_2,
+            self.xq,
+            self.x_factor,
+            self.h,
+            UP_SCALES=self.layout.up_scales,
+            LATENT=self.layout.latent,
+            WIDTH=self.layout.width,
+            TOKENS=self.tokens,
+            TILE=tile,
+            num_warps=warps,
+        )
+
+    def launch_alive(self) -> None:
+        decode.alive_kernel[(self.items,)](
+            self.count,
+            self.scale_2,
+            self.h,
+            self.hq,
+            self.touched,
+            self.touched_count,
+            self.y_factor,
+            WIDTH=self.layout.width,
+            GROUPS_PADDED=triton.next_power_of_2(self.layout.width // GROUP),
+            TOKENS=self.tokens,
+            num_warps=4,
+        )
+
+    def launch_down(self, whole_groups: bool = False, warps: int = 4) -> None:
+        decode.down_kernel[(DOWN_SPLITS, self.items)](
+            self.table,
+            self.count,
+            self.hq,
+            self.touched,
+            self.touched_count,
+            self.partial,
+            DOWN_VALUES=self.layout.down_values,
+            DOWN_SCALES=self.layout.down_scales,
+            LATENT=self.layout.latent,
+            WIDTH=self.layout.width,
+            TOKENS=self.tokens,
+            SPLITS=DOWN_SPLITS,
+            WHOLE_GROUPS=whole_groups,
+            num_warps=warps,
+        )
+
+    def launch_combine(self) -> None:
+        decode.combine_kernel[(triton.cdiv(self.layout.latent, COMBINE_TILE), self.tokens)](
+            self.source,
+            self.weights,
+            self.partial,
+            self.y_factor,
+            self.host_y,
+            self.out,
+            LATENT=self.layout.latent,
+            TOKENS=self.tokens,
+            TOP_K=self.top_k,
+            SPLITS=DOWN_SPLITS,
+            TILE=COMBINE_TILE,
+            num_warps=2,
+        )

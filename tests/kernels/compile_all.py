@@ -1,0 +1,102 @@
+"""Compiles every Triton kernel of the project, at full shape, for the cards it must run on; prints one JSON list.
+
+Run by test_gpu_compile.py in a process of its own, since other tests use Triton's interpreter. Needs no GPU.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.block import BlockLayout
+from kernels.experts import decode, decode_step, handoff
+
+TARGETS = (80, 90, 120)
+LAYOUT = BlockLayout(latent=1024, width=2688)
+SIZES = {"LATENT": LAYOUT.latent, "WIDTH": LAYOUT.width}
+
+# kernel, argument types, constants, warps
+KERNELS = [
+    (decode.quantise_kernel, "x:*fp32 xq:*i16 factor:*fp32", {"LATENT": 1024}, 4),
+    *[
+        (
+            decode.up_kernel,
+            "table:*i64 count:*i32 scale_2:*fp32 xq:*i16 x_factor:*fp32 h:*fp32",
+            SIZES | {"UP_SCALES": LAYOUT.up_scales, "TOKENS": tokens, "TILE": decode_step.UP_TILE},
+            4,
+        )
+        for tokens in (1, 4)
+    ],
+    (
+        decode.alive_kernel,
+        "count:*i32 scale_2:*fp32 h:*fp32 hq:*i16 touched:*i32 touched_count:*i32 y_factor:*fp32",
+        {"WIDTH": 2688, "GROUPS_PADDED": 256, "TOKENS": 4},
+        4,
+    ),
+    *[
+        (
+            decode.down_kernel,
+            "table:*i64 count:*i32 hq:*i16 touched:*i32 touched_count:*i32 partial:*i64",
+            SIZES
+            | {
+                "DOWN_VALUES": LAYOUT.down_values,
+                "DOWN_SCALES": LAYOUT.down_scales,
+                "TOKENS": tokens,
+                "SPLITS": decode_step.DOWN_SPLITS,
+                "WHOLE_GROUPS": False,
+            },
+            4,
+        )
+        for tokens in (1, 4)
+    ],
+    (
+        decode.combine_kernel,
+        "source:*i32 weights:*fp32 partial:*i64 y_factor:*fp32 host_y:*fp32 out:*fp32",
+        {"LATENT": 1024, "TOKENS": 4, "TOP_K": 22, "SPLITS": decode_step.DOWN_SPLITS, "TILE": decode_step.COMBINE_TILE},
+        2,
+    ),
+    (
+        handoff.post_kernel,
+        "turn:*i32 posted:*i32 ids:*i32 x:*fp32 host_ids:*i32 host_x:*fp32",
+        {"IDS": 22, "IDS_PADDED": 32, "VALUES": 1024},
+        4,
+    ),
+    (
+        handoff.wait_kernel,
+        "turn:*i32 flag:*i32 stop:*i32 timeout_ns:i64 plan:*i64 plan_here:*i64",
+        {"PLAN": 128, "PLAN_PADDED": 128},
+        1,
+    ),
+]
+
+
+def local_bytes(cubin: bytes) -> int:
+    """Bytes of local memory a thread (stack and spills), as cuobjdump reports them."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    fields = dict(word.split(":", 1) for word in report.stdout.split() if word.startswith(("STACK:", "LOCAL:")))
+    return int(fields["STACK"]) + int(fields["LOCAL"])
+
+
+def main() -> None:
+    results = []
+    for kernel, arguments, constants, warps in KERNELS:
+        signature = dict(pair.split(":") for pair in arguments.split()) | dict.fromkeys(constants, "constexpr")
+        source = ASTSource(kernel, signature, constants)
+        for capability in TARGETS:
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+            name = f"{kernel.fn.__name__} tokens={constants.get('TOKENS', 1)} sm_{capability}"
+            results.append([name, compiled.metadata.shared, local_bytes(compiled.asm["cubin"])])
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
