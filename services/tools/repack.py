@@ -1,0 +1,246 @@
+"""Repack a checkpoint into the store that the engine reads. Resumes after a kill; never changes a value.
+
+    STORE/experts.bin      grows batch by batch; each batch is on the disk before the journal says so
+    STORE/repack.journal   a line for the source, then one for each batch: what the manifest will say of its blocks
+    STORE/manifest.json    written last and at once: a folder without it is not a store
+
+The bytes of a store are in services/engine/experts/store.py and kernels/block.py; this file owns the journey.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO
+
+import torch
+import xxhash
+
+from kernels.block import Bytes
+from services.engine.checkpoint import Checkpoint, weight_files
+from services.engine.errors import CheckpointError, DiskError
+from services.engine.experts import store as layout
+from services.engine.experts.store import Block, DenseFile, Store
+from services.engine.tensorfile import header_bytes, write_file
+from services.engine.weights import Linear, check_scale, expert_name, read_linear
+from services.tools.progress import Progress
+
+_BATCH_BYTES = 64 << 20
+_SPARE_BYTES = 64 << 20  # for the manifest, the text files and the file system's own needs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", type=Path, help="folder with config.json and safetensors files")
+    parser.add_argument("store", type=Path, help="folder for the store; made if it does not exist")
+    parser.add_argument("--replace", action="store_true", help="replace a finished store that is there")
+
+
+def run(args: argparse.Namespace) -> int:
+    start = time.monotonic()
+    store = repack(args.checkpoint, args.store, replace=args.replace, say=print)
+    size = store.experts_path.stat().st_size + store.dense_file.size_bytes
+    print(f"{args.store}: {size / 1e9:.2f} GB, model {store.fingerprint}, {time.monotonic() - start:.1f} s")
+    return 0
+
+
+def repack(checkpoint: Path, folder: Path, *, replace: bool = False, say: Callable[[str], None]) -> Store:
+    """Make (or go on making, or just open) the store of `checkpoint` in `folder`.
+
+    Raises CheckpointError, StoreError or DiskError. `replace` allows a finished store of something else to be replaced.
+    """
+    source = Checkpoint.open(checkpoint)
+    key = _source_key(source)
+    if (folder / layout.MANIFEST).exists() and not replace:
+        return _finished(folder, key)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / layout.JOURNAL).open("a+b") as journal:
+            try:
+                fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise DiskError(f"{folder}: another thimble repack is writing there; wait for it or stop it") from error
+            _make(source, folder, journal, key, say)
+            (folder / layout.JOURNAL).unlink()
+    except OSError as error:
+        raise DiskError(f"{folder}: {error.strerror or error}; free space there or choose another folder") from error
+    return Store.open(folder)
+
+
+def _finished(folder: Path, key: str) -> Store:
+    store = Store.open(folder)
+    if store.source.get("key") != key:
+        raise DiskError(
+            f"{folder}: holds a finished store of another checkpoint ({store.source.get('folder')!r}) or of older "
+            f"files; choose another folder, or --replace to make it again"
+        )
+    return store
+
+
+def _make(source: Checkpoint, folder: Path, journal: IO[bytes], key: str, say: Callable[[str], None]) -> None:
+    (folder / layout.MANIFEST).unlink(missing_ok=True)
+    experts_path = folder / layout.EXPERTS
+    blocks = _read_journal(journal, experts_path, key, source.config.block.block_bytes)
+    if blocks:
+        say(f"{folder}: going on after {len(blocks)} blocks")
+    _check_space(source, folder, len(blocks))
+    for what, count in (("multi-token-prediction", len(source.mtp)), ("vision and sound", source.other_tensors)):
+        if count:
+            say(f"{count} {what} tensors are left out of the store")
+    _write_experts(source, experts_path, journal, blocks)
+    dense = _write_dense(source, folder / layout.DENSE)
+    for name in layout.TEXT_FILES:
+        if (source.folder / name).exists():
+            shutil.copyfile(source.folder / name, folder / name)
+        else:
+            say(f"note: the checkpoint has no {name}; the api cannot serve the store without a tokenizer and template")
+    count = source.config.experts
+    by_layer = [blocks[i : i + count] for i in range(0, len(blocks), count)]
+    described = {"folder": source.folder.resolve().name, "architecture": source.architecture, "key": key}
+    unfinished = folder / f"{layout.MANIFEST}.part"
+    write_file(unfinished, [layout.manifest_bytes(source.config, by_layer, dense, described)])
+    os.replace(unfinished, folder / layout.MANIFEST)
+    _flush_folder(folder)
+
+
+def _source_key(source: Checkpoint) -> str:
+    """Changes when a file of the checkpoint does; cheap enough for 80 GB."""
+    digest = hashlib.sha256(json.dumps(source.config.to_json(), sort_keys=True).encode())
+    for path in weight_files(source.folder):
+        status = path.stat()
+        digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
+    return digest.hexdigest()[:32]
+
+
+def _check_space(source: Checkpoint, folder: Path, blocks_there: int) -> None:
+    config = source.config
+    experts = (len(config.moe_layers) * config.experts - blocks_there) * config.block.block_bytes
+    dense = sum(source.tensors[name].size_bytes for name in _dense_names(source))
+    needed, free = experts + dense + _SPARE_BYTES, shutil.disk_usage(folder).free
+    if free < needed:
+        raise DiskError(
+            f"{folder}: {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free; free space or choose another folder"
+        )
+
+
+def _write_experts(source: Checkpoint, experts_path: Path, journal: IO[bytes], blocks: list[Block]) -> None:
+    """Append the blocks that are still missing to the file and to `blocks`, a batch at a time."""
+    config, block_bytes = source.config, source.config.block.block_bytes
+    total = len(config.moe_layers) * config.experts
+    batch = max(1, _BATCH_BYTES // block_bytes)
+    progress = Progress("repack", total * block_bytes, len(blocks) * block_bytes)
+
+    def pack(number: int) -> tuple[Bytes, Block]:
+        layer, expert = divmod(number, config.experts)
+        return _pack_expert(source, config.moe_layers[layer], expert, number * block_bytes)
+
+    with experts_path.open("ab") as file, ThreadPoolExecutor(os.cpu_count()) as pool:
+        while len(blocks) < total:
+            packed = list(pool.map(pack, range(len(blocks), min(total, len(blocks) + batch))))
+            for data, _ in packed:
+                file.write(data.data)
+            # The order is the promise of the journal: a batch it lists is on the disk.
+            file.flush()
+            os.fdatasync(file.fileno())
+            records = [layout.block_record(block) for _, block in packed]
+            journal.write(json.dumps(records, separators=(",", ":")).encode() + b"\n")
+            journal.flush()
+            blocks += [block for _, block in packed]
+            progress.update(len(blocks) * block_bytes)
+    progress.close()
+
+
+def _pack_expert(source: Checkpoint, layer: int, expert: int, offset: int) -> tuple[Bytes, Block]:
+    name = expert_name(layer, expert)
+    up, down = (_nvfp4(source, f"{name}.{part}") for part in ("up_proj", "down_proj"))
+    data = source.config.block.pack(*_bytes(up), *_bytes(down))
+    layout.check_scale_codes(source.config.block, data, name)
+    return data, Block(offset, xxhash.xxh64_intdigest(data.data), _scale_2(up), _scale_2(down))
+
+
+def _nvfp4(source: Checkpoint, name: str) -> Linear:
+    form = source.formats[name]
+    if form not in ("NVFP4", "W4A16_NVFP4"):
+        raise CheckpointError(
+            f"tensor {name}.weight: expected NVFP4 (U8), found {form}; routed experts must be NVFP4: use an NVFP4 "
+            f"checkpoint, or thimble quantize first"
+        )
+    return read_linear(source.tensors, name, form)
+
+
+def _bytes(linear: Linear) -> tuple[Bytes, Bytes]:
+    assert linear.weight_scale is not None
+    return linear.weight.numpy(), linear.weight_scale.view(torch.uint8).numpy()
+
+
+def _scale_2(linear: Linear) -> float:
+    assert linear.weight_scale_2 is not None
+    return float(linear.weight_scale_2)
+
+
+def _dense_names(source: Checkpoint) -> list[str]:
+    return [name for name in source.tensors if ".mixer.experts." not in name]
+
+
+def _write_dense(source: Checkpoint, path: Path) -> DenseFile:
+    entries = {name: source.tensors[name] for name in _dense_names(source)}
+    for name, entry in entries.items():
+        if name.endswith(("_scale", "_scale_2")):
+            check_scale(name, entry.read())
+    start, order = header_bytes({name: (entry.dtype, entry.shape) for name, entry in entries.items()})
+
+    def pieces() -> Iterator[bytes]:
+        yield start
+        for name in order:
+            yield from entries[name].chunks()
+
+    size, digest = write_file(path, pieces())
+    return DenseFile(size, int(digest, 16))
+
+
+def _read_journal(journal: IO[bytes], experts_path: Path, key: str, block_bytes: int) -> list[Block]:
+    """The blocks that an earlier run finished; none if it was of another source or its files are damaged.
+
+    Leaves the journal and experts.bin cut to just those, ready to be appended to.
+    """
+    head = json.dumps({"source": key}).encode()
+    journal.seek(0)
+    lines = journal.read().split(b"\n")[:-1]  # what follows the last newline was being written at the kill
+    blocks: list[Block] = []
+    try:
+        if lines and lines[0] == head and experts_path.exists():
+            blocks = [layout.parse_block(record) for line in lines[1:] for record in json.loads(line)]
+    except (ValueError, KeyError, TypeError):
+        blocks = []
+    if blocks and _holds(experts_path, blocks, block_bytes):
+        journal.truncate(sum(len(line) + 1 for line in lines))
+        os.truncate(experts_path, len(blocks) * block_bytes)
+        return blocks
+    experts_path.unlink(missing_ok=True)
+    journal.truncate(0)
+    journal.write(head + b"\n")
+    journal.flush()
+    return []
+
+
+def _holds(experts_path: Path, blocks: list[Block], block_bytes: int) -> bool:
+    """Whether the file is long enough and its last listed block is what the journal says."""
+    if experts_path.stat().st_size < len(blocks) * block_bytes:
+        return False
+    with experts_path.open("rb") as file:
+        file.seek((len(blocks) - 1) * block_bytes)
+        return xxhash.xxh64_intdigest(file.read(block_bytes)) == blocks[-1].xxh64
+
+
+def _flush_folder(folder: Path) -> None:
+    """Renames are on the disk only when their folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
