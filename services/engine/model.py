@@ -9,7 +9,6 @@ bits do not depend on how its prompt was cut or on what else was in the call.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,20 +20,9 @@ from kernels.mamba.reference import causal_conv, selective_scan
 from kernels.norm.reference import gated_group_rms_norm, rms_norm
 from kernels.router.reference import choose
 from services.engine.errors import StoreError
+from services.engine.experts.streamer import Experts
 from services.engine.model_config import ModelConfig
 from services.engine.state import State
-
-
-class Experts(Protocol):
-    """The routed experts of all MoE layers. `layer` counts MoE layers from 0."""
-
-    def step(self, layer: int, ids: Tensor, weights: Tensor, x: Tensor) -> Tensor:
-        """ids int32 [M, k] and weights [M, k] in router rank, x [M, latent] -> weighted sums [M, latent]."""
-        ...
-
-    def prefetch(self, layer: int, ids: Tensor) -> None:
-        """A hint, int32 [n], most likely first: these experts of `layer` may be asked for next."""
-        ...
 
 
 @dataclass(frozen=True)

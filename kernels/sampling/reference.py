@@ -1,0 +1,58 @@
+"""From logits to an id: the definition. Owns the randomness, which is a function of seed and position alone.
+
+The same seed and the same position give the same draw whatever was drawn before, in whatever batch: a restored sequence
+goes on as if it had never stopped. Generator: Philox 4x32-10 (Salmon et al. 2011), key = seed, counter = position.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.elementary.reference import exp
+
+PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+PHILOX_ROUNDS = 10
+WORD = 0xFFFFFFFF
+
+
+class LogitsError(ValueError):
+    """Logits that no id can be drawn from: NaN, +inf, or nothing but -inf."""
+
+
+def sample(logits: Tensor, temperature: float, top_p: float, seed: int, position: int) -> int:
+    """One id. logits float32 [V]; -inf forbids an id. `seed` and `position` are 64-bit.
+
+    Temperature 0 is greedy, of equal logits the lowest id. Else ids are ordered by probability (of equal ones the
+    lowest id first), the shortest run that holds `top_p` of it is kept, at least one id, and one is drawn from it.
+    Raises LogitsError.
+    """
+    assert temperature >= 0
+    assert 0 < top_p <= 1
+    top = logits.max()
+    if not torch.isfinite(top):  # the maximum of anything with a NaN is NaN
+        raise LogitsError(f"the largest logit is {top.item()}: the model's output is not usable")
+    if temperature == 0:
+        return int((logits == top).nonzero()[0])
+    ordered, ids = torch.sort(logits, descending=True, stable=True)
+    mass = exp((ordered - top).double() / temperature).double().cumsum(0)
+    kept = int(torch.searchsorted(mass, mass[-1] * top_p)) + 1
+    drawn = uniform(seed, position) * mass[kept - 1]
+    return int(ids[int(torch.searchsorted(mass[:kept], drawn, right=True))])
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits."""
+    counter = (position & WORD, position >> 32 & WORD, 0, 0)
+    high, low, _, _ = philox(counter, (seed & WORD, seed >> 32 & WORD))
+    return float((high >> 5) * (1 << 26) + (low >> 6)) / float(1 << 53)
+
+
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox 4x32-10: four random 32-bit words of a counter and a key."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(PHILOX_ROUNDS):
+        left, right = PHILOX_MULTIPLIERS[0] * c0, PHILOX_MULTIPLIERS[1] * c2
+        c0, c1, c2, c3 = (right >> 32) ^ c1 ^ k0, right & WORD, (left >> 32) ^ c3 ^ k1, left & WORD
+        k0, k1 = (k0 + PHILOX_KEY_STEPS[0]) & WORD, (k1 + PHILOX_KEY_STEPS[1]) & WORD
+    return c0, c1, c2, c3
