@@ -126,7 +126,8 @@ class ExpertStep:
         )
 
     def launch_combine(self) -> None:
-        decode.combine_kernel[(triton.cdiv(self.layout.latent, COMBINE_TILE), self.tokens)](
+        tile = min(COMBINE_TILE, self.layout.latent)  # both powers of two
+        decode.combine_kernel[(self.layout.latent // tile, self.tokens)](
             self.source,
             self.weights,
             self.partial,
@@ -137,6 +138,6 @@ class ExpertStep:
             TOKENS=self.tokens,
             TOP_K=self.top_k,
             SPLITS=DOWN_SPLITS,
-            TILE=COMBINE_TILE,
+            TILE=tile,
             num_warps=2,
         )
