@@ -1,0 +1,51 @@
+"""The demo's store: made from demo/ when it is missing or of something else than demo/ is now. Owns that decision only.
+
+`thimble demo STORE` is what `thimble up` and the compose stack run first; a store that is fresh costs a hash of demo/.
+"""
+
+import argparse
+import hashlib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CHECKPOINT = ROOT / "demo"
+STAMP = "demo.sha256"  # beside the manifest: what the store was made from
+# A change of how blocks and stores are laid out makes a store stale as much as other weights do.
+LAYOUT_SOURCES = ("kernels/block.py", "services/engine/experts/store.py")
+
+
+def is_fresh(store: Path) -> bool:
+    stamp = store / STAMP
+    return (store / "manifest.json").exists() and stamp.exists() and stamp.read_text().strip() == _digest()
+
+
+def make(store: Path) -> None:
+    """Repack demo/ into `store`, replacing what is there. Raises what `repack` raises."""
+    from services.tools.repack import repack  # brings torch along, which `is_fresh` must not wait for
+
+    (store / STAMP).unlink(missing_ok=True)
+    repack(CHECKPOINT, store, replace=True, say=print)
+    (store / STAMP).write_text(_digest() + "\n")
+
+
+def _digest() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(CHECKPOINT.iterdir()) + [ROOT / name for name in LAYOUT_SOURCES]:
+        if path.is_file():
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", type=Path, help="folder for the demo's store")
+
+
+def run(args: argparse.Namespace) -> int:
+    if is_fresh(args.store):
+        print(f"{args.store}: the demo's store is there")
+        return 0
+    make(args.store)
+    print(f"{args.store}: the demo's store is made")
+    return 0
