@@ -114,5 +114,5 @@ def test_a_bad_input_makes_its_row_nan_and_no_other(poison: float) -> None:
 def test_one_changed_bit_is_seen() -> None:
     layer = Layer(BlockLayout(64, 32), tokens=1)
     expected = layer.expected()
-    layer.blocks[int(layer.ids[0, 0])][3] ^= 1
+    layer.blocks[int(layer.ids[0, 0])][layer.layout.down_scales] ^= 1
     assert not torch.equal(layer.run(set(range(EXPERTS))), expected)
