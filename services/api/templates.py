@@ -1,0 +1,209 @@
+"""The checkpoint's own chat template: messages to marked text (see tokens.py), and where turns begin and end in it.
+
+Owns the sandbox, the functions that transformers offers to templates, and the protection of client strings. Knows no
+HTTP and no snapshot; `Prompt.boundaries` are the offsets at which a later request can share this text.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from services.api.errors import ModelFolderError, TemplateRefused
+from services.api.tokens import TextTokenizer
+
+THINK_OPEN = "<think>"
+THINK_CLOSE = "</think>"
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Rendered, not yet tokenised. All offsets are in `text` and lie before an added token of the template, so that
+    text and ids can be cut there without changing each other."""
+
+    text: str
+    boundaries: tuple[int, ...]  # ascending: before every turn's end, and before every turn but the first
+    first_turn_end: int | None  # after the first turn, usually system prompt and tools
+    history_end: int | None  # before the generation prompt
+    starts_thinking: bool
+
+
+class ChatTemplate:
+    """Renders dialogs. Safe to use from several threads."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tokenizer: TextTokenizer) -> None:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = _tojson
+        environment.globals.update(
+            raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
+        )
+        self._template = environment.from_string(source)
+        self._special_tokens = dict(special_tokens)
+        self._tokenizer = tokenizer
+        self._turn_start, self._turn_end = self._learn_turns()
+
+    @property
+    def turn_tokens(self) -> tuple[str, str]:
+        """The literals that begin and end a turn; empty if this template has none that can be recognised."""
+        return self._turn_start, self._turn_end
+
+    def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """The dialog with the beginning of the answer. Raises TemplateRefused if the template cannot render it."""
+        text = self.render(messages, tools, options, generation_prompt=True)
+        starts = self._offsets(text, self._turn_start)
+        ends = self._offsets(text, self._turn_end)
+        return Prompt(
+            text=text,
+            boundaries=tuple(sorted({*starts[1:], *ends})),
+            first_turn_end=starts[1] if len(starts) > 1 else None,
+            history_end=starts[-1] if len(starts) > 1 else None,
+            starts_thinking=text.rstrip().endswith(THINK_OPEN),
+        )
+
+    def answered(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, options: Mapping[str, Any] | None
+    ) -> str | None:
+        """The dialog up to the end of its last message, before the token that ends the turn: what a later request that
+        goes on from there will begin with. None if the template shows no such place."""
+        text = self.render(messages, tools, options, generation_prompt=False)
+        ends = self._offsets(text, self._turn_end)
+        return text[: ends[-1]] if ends else None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        options: Mapping[str, Any] | None,
+        generation_prompt: bool,
+    ) -> str:
+        """Marked text. `options` are the template's variables, such as enable_thinking."""
+        variables = {k: self._protect(v) for k, v in (options or {}).items() if k not in RESERVED}
+        try:
+            return self._template.render(
+                **self._special_tokens
+                | variables
+                | {
+                    "messages": [self._protect_message(message) for message in messages],
+                    "tools": self._protect(tools) if tools else None,
+                    "documents": None,
+                    "add_generation_prompt": generation_prompt,
+                }
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as error:
+            raise TemplateRefused(f"the model's chat template refuses these messages: {error}", "messages") from error
+
+    def _protect(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._tokenizer.protect(value)
+        if isinstance(value, Mapping):
+            return {self._protect(key): self._protect(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._protect(inner) for inner in value]
+        return value
+
+    def _protect_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        protected: dict[str, Any] = self._protect(message)
+        content = message.get("content")
+        if message.get("role") == "assistant" and isinstance(content, str) and THINK_CLOSE in content:
+            # Clients that send thinking back inside the content mean the tags: templates cut there.
+            before, _, after = content.partition(THINK_CLOSE)
+            lead, opening, inside = before.rpartition(THINK_OPEN)
+            pieces = (self._protect(lead), opening, self._protect(inside), THINK_CLOSE, self._protect(after))
+            protected["content"] = "".join(pieces)
+        return protected
+
+    def _offsets(self, text: str, literal: str) -> list[int]:
+        found = []
+        at = text.find(literal) if literal else -1
+        while at >= 0:
+            found.append(at)
+            at = text.find(literal, at + len(literal))
+        return found
+
+    def _learn_turns(self) -> tuple[str, str]:
+        """What the template writes only when asked for an answer begins with the token that starts a turn; the last
+        token before that ends one."""
+        probe = [{"role": "user", "content": "x"}]
+        try:
+            closed = self.render(probe, None, None, generation_prompt=False)
+            opened = self.render(probe, None, None, generation_prompt=True)
+        except TemplateRefused as error:
+            raise ModelFolderError(f"chat_template.jinja does not render a plain message: {error}") from error
+        if not opened.startswith(closed) or opened == closed:
+            return "", ""
+        added = self._tokenizer.added
+        starts = [literal for literal in added if opened[len(closed) :].startswith(literal)]
+        ends = [literal for literal in added if closed.rstrip().endswith(literal)]
+        return (max(starts, key=len), max(ends, key=len)) if starts and ends else ("", "")
+
+
+def load_template(folder: Path, tokenizer: TextTokenizer) -> ChatTemplate:
+    """From chat_template.jinja and tokenizer_config.json. Raises ModelFolderError."""
+    try:
+        source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        special = {key: _content(config[key]) for key in SPECIAL_KEYS if config.get(key) is not None}
+        return ChatTemplate(source, special, tokenizer)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ModelFolderError(f"{folder}: cannot read the chat template: {error}") from error
+    except jinja2.TemplateError as error:
+        raise ModelFolderError(f"{folder}/chat_template.jinja is not a valid template: {error}") from error
+
+
+SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def _content(token: Any) -> str:
+    return str(token["content"] if isinstance(token, dict) else token)
+
+
+class _Dict:
+    """`dict(...)` for templates, without the type's attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Without names that begin with an underscore: they would lead out of the sandbox."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, values = args[0], dict(*args[1:], **kwargs)
+        for name in values:
+            _refuse_underscore(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_underscore(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_underscore(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}: it begins with an underscore")
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
