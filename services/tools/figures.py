@@ -1,0 +1,35 @@
+"""A measured figure is a row of a machine's CSV file, appended by the command that measured it.
+
+The columns are `date,commit,machine,name,value,unit,note`; the machine is the file's name.
+"""
+
+import csv
+import datetime
+import subprocess
+from pathlib import Path
+
+COLUMNS = ("date", "commit", "machine", "name", "value", "unit", "note")
+_ROOT = Path(__file__).parents[2]
+
+
+def append(path: Path, name: str, value: float, unit: str, note: str) -> None:
+    """Add one row to `path`, with its heading if the file is new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        if new:
+            rows.writerow(COLUMNS)
+        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        rows.writerow((today, commit(), path.stem, name, f"{value:.6g}", unit, note))
+
+
+def commit() -> str:
+    """The short id of the checked out commit, with a plus sign if tracked files differ; "unknown" without git."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=_ROOT, capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        return "unknown"
+    return described.stdout.strip() or "unknown"

@@ -1,0 +1,94 @@
+"""Texts from files, as token ids with the tokens that count. Used to measure a checkpoint and to calibrate one.
+
+    *.txt               one document
+    *.jsonl, *.jsonl.gz one JSON object a line: {"text": ...} a document, {"messages": [...]} a chat
+
+Documents longer than the window are cut into windows that know nothing of each other. In a chat only the assistant's
+tokens count (its <|im_end|> included), rendered by the checkpoint's own template without thinking.
+"""
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class TextError(Exception):
+    """A text file that cannot be used. The message says what is wrong with it."""
+
+    code = "bad_text"
+
+
+@dataclass(frozen=True)
+class Window:
+    """`scored[i]`: ids[i] counts, given what precedes it. `scored_bytes` is the UTF-8 size of what counts."""
+
+    ids: list[int]
+    scored: list[bool]
+    scored_bytes: int
+
+
+class Texts:
+    """Reads with one checkpoint's tokenizer and template; `window` in tokens."""
+
+    def __init__(self, checkpoint: Path, window: int) -> None:
+        from jinja2 import Environment
+        from tokenizers import Tokenizer
+
+        self._window = window
+        try:
+            self._tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+            template = (checkpoint / "chat_template.jinja").read_text(encoding="utf-8")
+            self._template = Environment(trim_blocks=True, lstrip_blocks=True).from_string(template)
+        except Exception as error:  # tokenizers raises Exception itself
+            raise TextError(f"{checkpoint}: no usable tokenizer.json or chat_template.jinja: {error}") from error
+
+    def windows(self, path: Path) -> Iterator[Window]:
+        """Raises TextError if the file cannot be read or a line of it is neither a text nor a chat."""
+        for number, record in enumerate(_records(path), start=1):
+            if isinstance(record.get("text"), str):
+                yield from self._document(record["text"])
+            elif isinstance(record.get("messages"), list):
+                yield from self._chat(record["messages"])
+            else:
+                raise TextError(f"{path}, record {number}: has neither text nor messages")
+
+    def _document(self, text: str) -> Iterator[Window]:
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        for first in range(0, len(encoding.ids), self._window):
+            ids = encoding.ids[first : first + self._window]
+            if len(ids) < 2:
+                return
+            offsets = encoding.offsets[first : first + self._window]
+            scored = text[offsets[1][0] : offsets[-1][1]]
+            yield Window(ids, [False] + [True] * (len(ids) - 1), len(scored.encode()))
+
+    def _chat(self, messages: list[dict[str, Any]]) -> Iterator[Window]:
+        text = self._template.render(messages=messages)
+        scored_text = [False] * len(text)
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant":
+                begin = len(self._template.render(messages=messages[:index], add_generation_prompt=True))
+                end = len(self._template.render(messages=messages[: index + 1]).rstrip("\n"))
+                scored_text[begin:end] = [True] * (end - begin)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        scored = [scored_text[begin] for begin, _ in encoding.offsets]
+        ids, scored = encoding.ids[: self._window], scored[: self._window]
+        size = sum(
+            len(text[begin:end].encode()) for (begin, end), s in zip(encoding.offsets, scored, strict=False) if s
+        )
+        if any(scored):
+            yield Window(ids, scored, size)
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        if path.suffix == ".txt":
+            yield {"text": path.read_text(encoding="utf-8")}
+            return
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        yield from map(json.loads, data.decode("utf-8").splitlines())
+    except (OSError, ValueError) as error:
+        raise TextError(f"{path}: cannot be read as text or JSON lines: {error}") from error

@@ -1,0 +1,22 @@
+"""Fixtures for every test: the demo checkpoint and its store, made once a session."""
+
+from pathlib import Path
+
+import pytest
+
+from services.engine.experts.store import Store
+from services.tools.repack import repack
+
+DEMO = Path(__file__).parent.parent / "demo"
+
+
+@pytest.fixture(scope="session")
+def demo_checkpoint() -> Path:
+    """The committed demo checkpoint. Read only."""
+    return DEMO
+
+
+@pytest.fixture(scope="session")
+def demo_store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """The demo repacked. Shared by the session: a test that damages a store copies it first."""
+    return repack(DEMO, tmp_path_factory.mktemp("demo") / "store", say=lambda _: None)
