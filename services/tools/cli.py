@@ -21,6 +21,7 @@ SUBCOMMANDS = {
     "up": Subcommand("services.tools.up", "start the product on this machine: store, engine and api"),
     "chat": Subcommand("services.tools.chat", "talk to a running api in the terminal"),
     "health": Subcommand("services.tools.health", "ask an engine or an api whether it is ready"),
+    "settings": Subcommand("services.tools.settings", "list every setting with its default, unit and meaning"),
     "demo": Subcommand("services.tools.demo", "make the demo's store, unless it is there"),
     "quantize": Subcommand("services.tools.quantize", "a BF16 checkpoint to the ModelOpt NVFP4/FP8 layout"),
     "repack": Subcommand("services.tools.repack", "a checkpoint to the store that the engine reads"),
