@@ -7,8 +7,9 @@ Every layer is x = x + mixer(rms_norm(x)). A call takes any mixture of sequences
 bits do not depend on how its prompt was cut or on what else was in the call.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,10 +20,10 @@ from kernels.linear.reference import linear
 from kernels.mamba.reference import causal_conv, selective_scan
 from kernels.norm.reference import gated_group_rms_norm, rms_norm
 from kernels.router.reference import choose
-from services.engine.errors import StoreError
 from services.engine.experts.streamer import Experts
 from services.engine.model_config import ModelConfig
 from services.engine.state import State
+from services.engine.weights import DenseWeights
 
 
 @dataclass(frozen=True)
@@ -34,37 +35,29 @@ class Segment:
 
 
 Span = tuple[State, slice]  # a sequence and its rows in this call
-Take = Callable[..., Tensor]  # (name, *shape) -> the layer's weight of that name
 
 
 class Model:
-    """All layers. `dense` maps canonical names (`layers.3.norm.weight`, `embeddings.weight`, ...) to float tensors.
+    """All layers, their weights as float32."""
 
-    Weights are float32; the embedding alone may be of a smaller type. Raises StoreError for one that is missing or
-    has another shape than `config` says.
-    """
-
-    def __init__(self, dense: Mapping[str, Tensor], config: ModelConfig, experts: Experts) -> None:
+    def __init__(self, dense: DenseWeights, config: ModelConfig, experts: Experts) -> None:
         self.config = config
-        take = _taker(dense, "")
-        self.embeddings = take("embeddings.weight", config.vocab_size, config.hidden_size)
-        self.norms = [
-            take(f"layers.{index}.norm.weight", config.hidden_size).float() for index in range(len(config.layers))
-        ]
-        self.norm_f = take("norm_f.weight", config.hidden_size).float()
-        self.lm_head = take("lm_head.weight", config.vocab_size, config.hidden_size)
+        self.embeddings = dense.plain("embeddings.weight")
+        self.norms = [dense.plain(f"layers.{layer}.norm.weight") for layer in range(len(config.layers))]
         self.mixers: list[Mamba | Attention | Moe] = []
-        moe: Moe | None = None
-        for index in reversed(range(len(config.layers))):
-            mixer = _taker(dense, f"layers.{index}.mixer.")
-            match config.layers[index]:
+        for layer, kind in enumerate(config.layers):
+            weights = LayerWeights(dense, layer)
+            match kind:
                 case "mamba":
-                    self.mixers.insert(0, Mamba(mixer, config, config.mamba_layers.index(index)))
+                    self.mixers.append(Mamba(weights, config, config.mamba_layers.index(layer)))
                 case "attention":
-                    self.mixers.insert(0, Attention(mixer, config, config.attention_layers.index(index)))
+                    self.mixers.append(Attention(weights, config, config.attention_layers.index(layer)))
                 case "moe":
-                    moe = Moe(mixer, config, config.moe_layers.index(index), experts, following=moe)
-                    self.mixers.insert(0, moe)
+                    self.mixers.append(Moe(weights, config, config.moe_layers.index(layer), experts))
+        for mixer, following in pairwise(mixer for mixer in self.mixers if isinstance(mixer, Moe)):
+            mixer.following = following
+        self.norm_f = dense.plain("norm_f.weight")
+        self.lm_head = dense.linear("lm_head").dequantise()
 
     def forward(self, segments: Sequence[Segment]) -> Tensor:
         """Feed each segment's ids to its state -> logits after the last of them, [len(segments), vocab].
@@ -106,7 +99,7 @@ class Model:
         for segment in segments:
             spans.append((segment.state, slice(start, start + len(segment.ids))))
             start += len(segment.ids)
-        x = self.embeddings[torch.tensor(ids)].float()
+        x = self.embeddings[torch.tensor(ids)]
         for norm, mixer in zip(self.norms, self.mixers, strict=True):
             x = x + mixer(rms_norm(x, norm, self.config.norm_eps), spans)
         return x
@@ -116,21 +109,34 @@ class Model:
         return linear(rms_norm(hidden, self.norm_f, self.config.norm_eps), self.lm_head)
 
 
+@dataclass(frozen=True)
+class LayerWeights:
+    """The mixer's weights of one layer, by the names they have in it, as float32."""
+
+    dense: DenseWeights
+    layer: int
+
+    def linear(self, name: str) -> Tensor:
+        return self.dense.linear(f"layers.{self.layer}.mixer.{name}").dequantise()
+
+    def plain(self, name: str) -> Tensor:
+        return self.dense.plain(f"layers.{self.layer}.mixer.{name}")
+
+
 class Mamba:
     """A Mamba-2 mixer: one projection to z, x, B, C and dt; convolution; selective scan; gated norm; projection."""
 
-    def __init__(self, take: Take, config: ModelConfig, index: int) -> None:
+    def __init__(self, weights: LayerWeights, config: ModelConfig, index: int) -> None:
         self.config = config
         self.index = index  # among the Mamba layers
-        heads, inner, channels = config.mamba_heads, config.mamba_inner, config.conv_channels
-        self.in_proj = take("in_proj.weight", config.in_proj_rows, config.hidden_size)
-        self.conv_weight = take("conv1d.weight", channels, 1, config.conv_kernel).float().squeeze(1)
-        self.conv_bias = take("conv1d.bias", channels).float()
-        self.a = -exp(take("A_log", heads))
-        self.d = take("D", heads).float()
-        self.dt_bias = take("dt_bias", heads).float()
-        self.norm = take("norm.weight", inner).float()
-        self.out_proj = take("out_proj.weight", config.hidden_size, inner)
+        self.in_proj = weights.linear("in_proj")
+        self.conv_weight = weights.plain("conv1d.weight").squeeze(1)
+        self.conv_bias = weights.plain("conv1d.bias")
+        self.a = -exp(weights.plain("A_log"))
+        self.d = weights.plain("D")
+        self.dt_bias = weights.plain("dt_bias")
+        self.norm = weights.plain("norm.weight")
+        self.out_proj = weights.linear("out_proj")
 
     def __call__(self, x: Tensor, spans: Sequence[Span]) -> Tensor:
         config = self.config
@@ -161,14 +167,13 @@ class Mamba:
 class Attention:
     """Grouped-query attention. The model has no positions: nothing is rotated."""
 
-    def __init__(self, take: Take, config: ModelConfig, index: int) -> None:
+    def __init__(self, weights: LayerWeights, config: ModelConfig, index: int) -> None:
         self.head_dim = config.head_dim
         self.index = index  # among the attention layers
-        query_rows, kv_rows = config.attention_heads * config.head_dim, config.kv_heads * config.head_dim
-        self.q_proj = take("q_proj.weight", query_rows, config.hidden_size)
-        self.k_proj = take("k_proj.weight", kv_rows, config.hidden_size)
-        self.v_proj = take("v_proj.weight", kv_rows, config.hidden_size)
-        self.o_proj = take("o_proj.weight", config.hidden_size, query_rows)
+        self.q_proj = weights.linear("q_proj")
+        self.k_proj = weights.linear("k_proj")
+        self.v_proj = weights.linear("v_proj")
+        self.o_proj = weights.linear("o_proj")
 
     def __call__(self, x: Tensor, spans: Sequence[Span]) -> Tensor:
         query, key, value = (
@@ -185,17 +190,17 @@ class Attention:
 class Moe:
     """A latent mixture of experts beside a shared expert: the router and the shared expert read the full width."""
 
-    def __init__(self, take: Take, config: ModelConfig, index: int, experts: Experts, following: "Moe | None") -> None:
+    def __init__(self, weights: LayerWeights, config: ModelConfig, index: int, experts: Experts) -> None:
         self.config = config
         self.index = index  # among the MoE layers
         self.experts = experts
-        self.following = following
-        self.gate = take("gate.weight", config.experts, config.hidden_size)
-        self.bias = take("gate.e_score_correction_bias", config.experts).float()
-        self.fc1 = take("fc1_latent_proj.weight", config.latent_size, config.hidden_size)
-        self.fc2 = take("fc2_latent_proj.weight", config.hidden_size, config.latent_size)
-        self.shared_up = take("shared_experts.up_proj.weight", config.shared_width, config.hidden_size)
-        self.shared_down = take("shared_experts.down_proj.weight", config.hidden_size, config.shared_width)
+        self.following: Moe | None = None  # the next MoE layer
+        self.gate = weights.plain("gate.weight")
+        self.bias = weights.plain("gate.e_score_correction_bias")
+        self.fc1 = weights.linear("fc1_latent_proj")
+        self.fc2 = weights.linear("fc2_latent_proj")
+        self.shared_up = weights.linear("shared_experts.up_proj")
+        self.shared_down = weights.linear("shared_experts.down_proj")
 
     def __call__(self, x: Tensor, spans: Sequence[Span]) -> Tensor:
         ids, weights = self.route(x)
@@ -213,14 +218,3 @@ class Moe:
         config = self.config
         logits = linear(x, self.gate)
         return choose(logits, self.bias, config.experts_per_token, config.routed_scale, config.norm_topk)
-
-
-def _taker(dense: Mapping[str, Tensor], prefix: str) -> Take:
-    def take(name: str, *shape: int) -> Tensor:
-        tensor = dense.get(prefix + name)
-        found = "missing" if tensor is None else str(list(tensor.shape))
-        if tensor is None or tuple(tensor.shape) != shape:
-            raise StoreError(f"dense weight {prefix + name} is {found}, expected {list(shape)}: repack the checkpoint")
-        return tensor
-
-    return take
