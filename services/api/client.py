@@ -1,0 +1,173 @@
+"""The engine as the api sees it: gRPC channels, Info, one generation as a typed stream. Owns addresses, timeouts and
+the translation of gRPC failures; knows no text and no HTTP."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.api.errors import CODE_KEY, ApiError, EngineFailed, EngineLost, from_engine
+from services.rpc import engine_pb2 as pb
+from services.rpc.engine_pb2_grpc import EngineStub
+
+log = logging.getLogger(__name__)
+
+INFO_TIMEOUT_S = 2.0
+INFO_AGE_S = 5.0
+ADMISSION_S = 1.0  # an engine says at once whether it takes a request in; after this a stream begins anyway
+CHANNEL_OPTIONS = [
+    ("grpc.keepalive_time_ms", 20_000),  # a machine that vanished is noticed without traffic
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+]
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """gRPC failures as ApiError."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise _api_error(error.code(), error.details(), error.trailing_metadata()) from error
+
+
+def _api_error(status: grpc.StatusCode, details: str | None, trailing: Any) -> ApiError:
+    code = dict(trailing or ()).get(CODE_KEY)
+    return from_engine(status, details or "", code if isinstance(code, str) else None)
+
+
+class Engine:
+    """One address. `info` may be a few seconds old."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = EngineStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._info: pb.InfoResponse | None = None
+        self._asked = 0.0
+
+    async def info(self, age_s: float = INFO_AGE_S) -> pb.InfoResponse:
+        """Raises EngineLost or another ApiError."""
+        if self._info is None or time.monotonic() - self._asked > age_s:
+            self._info = None
+            with _translated():
+                self._info = await self._stub.Info(pb.InfoRequest(), timeout=INFO_TIMEOUT_S)
+            self._asked = time.monotonic()
+        return self._info
+
+    def forget_info(self) -> None:
+        self._info = None
+
+    async def serving(self) -> bool:
+        """What the engine's own health service says."""
+        with _translated():
+            answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=INFO_TIMEOUT_S)
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def generate(self, timeout_s: float) -> "Generation":
+        return Generation(self._stub.Generate(timeout=timeout_s), self)
+
+    async def close(self) -> None:
+        await self._channel.close(grace=None)
+
+
+class Engines:
+    """All addresses; the first that answers serves."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._engines = [Engine(address) for address in addresses]
+
+    async def pick(self, age_s: float = INFO_AGE_S) -> tuple[Engine, pb.InfoResponse]:
+        """Raises the last engine's error if none answers."""
+        trouble: ApiError = EngineLost("no engine is configured")
+        for engine in self._engines:
+            try:
+                return engine, await engine.info(age_s)
+            except ApiError as error:
+                trouble = error if isinstance(error, EngineLost) else EngineLost(f"the engine does not answer: {error}")
+        raise trouble
+
+    async def close(self) -> None:
+        await asyncio.gather(*(engine.close() for engine in self._engines))
+
+
+class Generation:
+    """One Generate call. Iterate for the engine's messages; every failure is an ApiError. `cancel` frees the sequence
+    and is safe at any time."""
+
+    def __init__(self, call: Any, engine: Engine) -> None:  # grpc.aio's own types are not published
+        self._call = call
+        self._engine = engine
+        self._half_closed = False
+
+    async def start(self, start: pb.Start) -> None:
+        """Send the request and wait until the engine has taken it in or refused it."""
+        await self._write(pb.GenerateIn(start=start))
+        admitted = asyncio.ensure_future(self._call.initial_metadata())
+        await asyncio.wait({admitted}, timeout=ADMISSION_S)
+        admitted.cancel()
+        if self._call.done() and await self._call.code() is not grpc.StatusCode.OK:
+            await self._raise()
+
+    async def messages(self) -> AsyncIterator[pb.GenerateOut]:
+        """Until the engine ends the call. Raises its error."""
+        while True:
+            try:
+                with _translated():
+                    message = await self._call.read()
+            except EngineLost:
+                self._engine.forget_info()
+                raise
+            except asyncio.InvalidStateError as error:
+                raise EngineFailed("the call to the engine was given up") from error
+            if message is grpc.aio.EOF:  # type: ignore[attr-defined]
+                # A call that failed between two reads looks like an end.
+                if await self._call.code() is not grpc.StatusCode.OK:
+                    await self._raise()
+                return
+            yield message
+
+    async def send_payload(self, chunks: AsyncIterator[bytes]) -> int:
+        """The payload the engine asked for; returns the bytes sent. Half-closing is left to the caller."""
+        sent = index = 0
+        async for chunk in chunks:
+            await self._write(pb.GenerateIn(chunk=pb.SnapshotChunk(index=index, data=chunk)))
+            index += 1
+            sent += len(chunk)
+        return sent
+
+    async def stop(self) -> None:
+        """End the answer now; Finish and the snapshots follow."""
+        if not self._half_closed:
+            await self._write(pb.GenerateIn(stop=pb.Stop()))
+
+    async def half_close(self) -> None:
+        if not self._half_closed and not self._call.done():
+            self._half_closed = True
+            with _translated():
+                await self._call.done_writing()
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    async def _write(self, message: pb.GenerateIn) -> None:
+        try:
+            with _translated():
+                await self._call.write(message)
+        except asyncio.InvalidStateError:
+            await self._raise()  # the call has ended already: its status says why
+
+    async def _raise(self) -> None:
+        call = self._call
+        error = _api_error(await call.code(), await call.details(), await call.trailing_metadata())
+        if isinstance(error, EngineLost):
+            self._engine.forget_info()
+        raise error
