@@ -28,6 +28,11 @@ class EngineError(Exception):
 
     code: ClassVar[str] = "engine_error"
 
+    @classmethod
+    def tree(cls) -> "list[type[EngineError]]":
+        """This class and all below it."""
+        return [cls, *(kind for child in cls.__subclasses__() for kind in child.tree())]
+
 
 class CheckpointError(EngineError):
     code = "bad_checkpoint"

@@ -5,12 +5,13 @@ A request is checked whole before any work is done for it; what is wrong with it
 
 import enum
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from services.engine.errors import ContextError, EngineError, IdsError, PositionError, SamplingError
 
 MOST_SNAPSHOTS = 16  # positions in one request: each is a whole state
+MOST_OFFERS = 64  # each is hashed while the other sequences wait
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,10 @@ class Info:
 
 @dataclass(frozen=True)
 class StateRef:
-    """A stored state by name. `tokens` is how many ids it has consumed, `size_bytes` the size of its payload."""
+    """A stored state by name. `tokens` is how many ids it has consumed, `size_bytes` the size of its payload.
+
+    In an offer, 0 bytes mean that the client has no payload to send: it is of use only while the engine holds it.
+    """
 
     state_id: bytes
     tokens: int
@@ -40,7 +44,11 @@ class StateRef:
 
 @dataclass(frozen=True)
 class Request:
-    """One generation. `snapshot_at` are prompt positions; `offers` are states the client can send, longest first."""
+    """One generation, as in the contract's Start.
+
+    `snapshot_at` are prompt positions, `offers` states that the client knows of, longest first. With `heads_only` the
+    snapshots are named to the client, and kept hot, but their payloads are not sent.
+    """
 
     request_id: str
     ids: tuple[int, ...]
@@ -52,6 +60,7 @@ class Request:
     snapshot_at: tuple[int, ...] = ()
     snapshot_answer: bool = False
     offers: tuple[StateRef, ...] = ()
+    heads_only: bool = False
 
     def check(self, info: Info) -> None:
         """Raise the RequestError that names the first thing wrong with this request."""
@@ -74,6 +83,8 @@ class Request:
             raise SamplingError(f"top_p is {self.top_p}: give a number above 0 and at most 1")
         if len(self.snapshot_at) > MOST_SNAPSHOTS:
             raise PositionError(f"{len(self.snapshot_at)} snapshot positions: at most {MOST_SNAPSHOTS} in one request")
+        if len(self.offers) > MOST_OFFERS:
+            raise PositionError(f"{len(self.offers)} states offered: at most {MOST_OFFERS} in one request")
         last = 0
         for position in self.snapshot_at:
             if not last < position < len(self.ids):
@@ -123,11 +134,10 @@ class Token:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state to store. `chunks` yields its payload, each at most 1 MiB, and may be read once, by any thread."""
+    """A state to store and its payload in chunks of at most 1 MiB; no chunks if the request said heads_only."""
 
     state: StateRef
-    count: int
-    chunks: Iterator[bytes]
+    chunks: tuple[bytes, ...] = field(repr=False)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,167 @@
+"""The engine's boundary: everything that a server, a tool or a test may ask of it. No client goes round it.
+
+    handle = engine.submit(request, sink)    the sink gets Restore, Progress, Token, ... and last Finish or Failed
+    handle.restore(chunks)                   the answer to Restore(SEND)
+    handle.stop()                            ends the answer as if a stop id had been sampled
+    handle.cancel()                          always, when done: frees whatever the request still holds
+    engine.info, engine.close()
+
+One thread, started here, owns the model, the experts, the pages, the hot states and every sequence; nothing else
+touches them after the constructor. Callers put jobs into an inbox and the thread runs them between two steps. A sink is
+called by that thread and must return at once. What leaves the thread (events, chunks of payloads) never changes.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from services.engine.errors import CancelledError, EngineError, QueueFullError, StepError, StoppingError
+from services.engine.experts.streamer import Experts
+from services.engine.request import Event, Failed, Finish, Info, Request, Sink
+from services.engine.scheduler import Scheduler
+from services.engine.sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+Job = Callable[[Scheduler, Sequence], None]
+
+
+class Engine:
+    """Takes requests in from construction until `close`. `ended` is done when the thread is, failed if it failed.
+
+    Everything below but `_inbox`, `_open` and `_stop_at`, which `_wake` guards, belongs to the thread.
+    """
+
+    def __init__(self, info: Info, scheduler: Scheduler, experts: Experts) -> None:
+        self.info = info
+        self.ended: Future[None] = Future()
+        self._scheduler = scheduler
+        self._experts = experts
+        self._wake = threading.Condition()
+        self._inbox: deque[tuple[Job, Sequence]] = deque()
+        self._open = 0  # requests taken in and not over
+        self._stop_at: float | None = None  # time.monotonic(); nothing is taken in once this is set
+        self._thread = threading.Thread(target=self._run, name="engine")
+        self._thread.start()
+
+    def submit(self, request: Request, sink: Sink) -> "Handle":
+        """Take a request in. Raises RequestError, QueueFullError or StoppingError, and then the sink gets nothing."""
+        request.check(self.info)
+
+        def counted(event: Event) -> None:
+            if isinstance(event, Finish | Failed):
+                with self._wake:
+                    self._open -= 1
+            sink(event)
+
+        sequence = Sequence(request, counted)
+        with self._wake:
+            if self._stop_at is not None:
+                raise StoppingError("the engine is stopping: ask again in a moment, or ask another one")
+            if self._open >= self.info.max_sequences + self.info.queue_limit:
+                raise QueueFullError(
+                    f"{self._open} requests are under way or waiting, the most this engine takes: ask again later"
+                )
+            self._open += 1
+            self._inbox.append((Scheduler.add, sequence))
+            self._wake.notify()
+        return Handle(self, sequence)
+
+    def post(self, job: Job, sequence: Sequence) -> None:
+        """Have the thread run a job between two steps, if it still runs."""
+        with self._wake:
+            self._inbox.append((job, sequence))
+            self._wake.notify()
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Take nothing more in, let what has a place go on for `timeout_s`, end the rest, and wait for the thread."""
+        with self._wake:
+            self._stop_at = time.monotonic() + timeout_s
+            self._wake.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        try:
+            self._serve()
+        except BaseException as error:
+            log.critical("the engine has failed and stops", exc_info=error)
+            failure = error
+        self._end_all(
+            StoppingError("the engine has stopped: ask again in a moment, or ask another one")
+            if failure is None
+            else StepError("the engine has failed and stops; its log says why")
+        )
+        try:
+            self._experts.close()
+        except Exception as error:
+            failure = failure or error
+        if failure is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(failure)
+
+    def _serve(self) -> None:
+        scheduler = self._scheduler
+        while True:
+            jobs, stop_at = self._wait()
+            for job, sequence in jobs:
+                with scheduler.at_the_cost_of(sequence):
+                    job(scheduler, sequence)
+            if stop_at is not None:
+                for sequence in list(scheduler.waiting):
+                    scheduler.drop(sequence, StoppingError("the engine is stopping: ask another one"))
+                if self._is_due(stop_at):
+                    return
+            if scheduler.runnable:
+                scheduler.step()
+            scheduler.publish()
+            if not scheduler.sequences:
+                scheduler.check()
+                self._experts.check()
+
+    def _wait(self) -> tuple[list[tuple[Job, Sequence]], float | None]:
+        """Sleep until there is something to do. Returns the jobs, and when to stop as it was when they were taken."""
+        with self._wake:
+            while not (self._inbox or self._scheduler.runnable or self._is_due(self._stop_at)):
+                self._wake.wait(None if self._stop_at is None else max(0.0, self._stop_at - time.monotonic()))
+            jobs = list(self._inbox)
+            self._inbox.clear()
+            return jobs, self._stop_at
+
+    def _is_due(self, stop_at: float | None) -> bool:
+        return stop_at is not None and (time.monotonic() >= stop_at or not self._scheduler.sequences)
+
+    def _end_all(self, error: EngineError) -> None:
+        with self._wake:
+            self._stop_at = 0.0  # after this, submit takes nothing in
+            left = [sequence for _, sequence in self._inbox]
+            self._inbox.clear()
+        for sequence in [*self._scheduler.sequences, *left]:
+            with self._scheduler.at_the_cost_of():
+                self._scheduler.drop(sequence, error)
+        self._scheduler.publish()
+
+
+class Handle:
+    """One submitted request. Every call returns at once, from any thread; after the end it does nothing."""
+
+    def __init__(self, engine: Engine, sequence: Sequence) -> None:
+        self._engine = engine
+        self._sequence = sequence
+
+    def restore(self, chunks: tuple[bytes, ...], refusal: str = "") -> None:
+        """The payload that Restore(SEND) asked for, or why it cannot be had."""
+        self._engine.post(lambda scheduler, sequence: scheduler.restore(sequence, chunks, refusal), self._sequence)
+
+    def stop(self) -> None:
+        """End the answer after the token under way; the end is a Finish, with its snapshots."""
+        self._engine.post(Scheduler.stop, self._sequence)
+
+    def cancel(self) -> None:
+        """A request that is not over ends with Failed(CancelledError); a finished one lets go of its snapshots."""
+        gone = CancelledError("the request was cancelled by its client")
+        self._engine.post(lambda scheduler, sequence: scheduler.drop(sequence, gone), self._sequence)

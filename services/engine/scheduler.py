@@ -1,0 +1,252 @@
+"""Who runs next: continuous batching of a few sequences. Owns the queue, the places and the pages of what runs.
+
+A step is one token for every sequence that is answering, then one chunk of one prompt. Prompts get a place in the order
+they came in and then take turns. A place comes with all the pages that its request can need, so nothing that runs ever
+waits for memory. Used by the engine's thread only; nothing here waits for anything but the model.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from torch import Tensor
+
+from kernels.sampling.reference import sample
+from services.engine.errors import EngineError, PayloadError, StepError
+from services.engine.metrics import Metrics
+from services.engine.model import Segment
+from services.engine.pages import PagePool, pages_for
+from services.engine.request import Failed, Progress, Restore, Source, StateRef, Token
+from services.engine.sequence import Sequence
+from services.engine.snapshots.hot import HotStates
+from services.engine.state import State
+
+log = logging.getLogger(__name__)
+
+
+class Network(Protocol):
+    """What is asked of the model: services/engine/model.py."""
+
+    def forward(self, segments: list[Segment]) -> Tensor: ...
+
+
+class Scheduler:
+    """A sequence is in one of the four lists from `add` until it is over."""
+
+    def __init__(
+        self, model: Network, pool: PagePool, hot: HotStates, metrics: Metrics, places: int, chunk_tokens: int
+    ) -> None:
+        self.model, self.pool, self.hot, self.metrics = model, pool, hot, metrics
+        self.places, self.chunk_tokens = places, chunk_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.restoring: list[Sequence] = []  # have a place, wait for their client's payload
+        self.reading: deque[Sequence] = deque()  # whose turn it is comes first
+        self.answering: list[Sequence] = []
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [*self.answering, *self.reading, *self.restoring, *self.waiting]
+
+    @property
+    def runnable(self) -> bool:
+        """Whether a step would do anything now."""
+        return bool(self.answering or self.reading or self._next_fits())
+
+    def step(self) -> None:
+        """Give places, then a token for each answer, then a chunk of a prompt."""
+        while self._next_fits():
+            with self.at_the_cost_of(self.waiting[0]):
+                self._place(self.waiting.popleft())
+        self.publish()
+        if self.answering:
+            with self.at_the_cost_of(*self.answering):
+                self._decode(list(self.answering))
+        if self.reading:
+            with self.at_the_cost_of(self.reading[0]):
+                self._read_chunk(self.reading.popleft())
+
+    @contextmanager
+    def at_the_cost_of(self, *sequences: Sequence) -> Iterator[None]:
+        """An exception inside ends these sequences and nothing else: the engine goes on."""
+        try:
+            yield
+        except Exception as error:
+            log.exception("%d requests failed", len(sequences))
+            for sequence in sequences:
+                self.drop(sequence, _as_engine_error(error))
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def stop(self, sequence: Sequence) -> None:
+        """End the answer: at once if it has a token, else after the first one."""
+        sequence.stopping = True
+        if sequence in self.answering:
+            self._finish_if_ended(sequence)
+
+    def restore(self, sequence: Sequence, chunks: tuple[bytes, ...], refusal: str) -> None:
+        """The payload that was asked for; if there is a `refusal`, the prompt is read from its first token."""
+        if sequence not in self.restoring:
+            return
+        self.restoring.remove(sequence)
+        ref = sequence.awaited
+        assert ref is not None
+        refusal = refusal or self._load(sequence, chunks, ref)
+        if not refusal:
+            self.metrics.snapshot_bytes["received",].inc(ref.size_bytes)
+            self.hot.keep(ref, chunks)
+        self._start_reading(sequence, Restore(Source.REFUSED if refusal else Source.SENT, ref, refusal))
+
+    def drop(self, sequence: Sequence, error: EngineError) -> None:
+        """End a sequence without an answer. One that is over only lets go of what is kept for its client."""
+        sequence.settle()
+        if sequence.over:
+            return
+        self._leave(sequence)
+        self.metrics.failures[error.code,].inc()
+        try:
+            sequence.sink(Failed(error))
+        except Exception:
+            log.exception("the sink of request %r failed", sequence.request.request_id)
+
+    def publish(self) -> None:
+        """Set the gauges."""
+        self.metrics.requests["waiting"].set(len(self.waiting))
+        self.metrics.requests["running"].set(len(self.answering) + len(self.reading) + len(self.restoring))
+        self.metrics.kv_pages["total",].set(self.pool.total)
+        self.metrics.kv_pages["used",].set(self.pool.total - self.pool.free)
+        self.metrics.hot_states.set(len(self.hot))
+        self.metrics.hot_state_bytes.set(self.hot.used_bytes)
+
+    def check(self) -> None:
+        """Conservation: every page and every byte is somebody's. Raises AssertionError with the numbers."""
+        self.pool.check([sequence.state.pages for sequence in self.sequences if sequence.state is not None])
+        self.hot.check()
+
+    def _next_fits(self) -> bool:
+        placed = len(self.answering) + len(self.reading) + len(self.restoring)
+        if not self.waiting or placed >= self.places:
+            return False
+        return pages_for(self.waiting[0].reserved_tokens) <= self.pool.free
+
+    def _place(self, sequence: Sequence) -> None:
+        request = sequence.request
+        sequence.place(self._fresh_state(sequence))
+        self.metrics.cache_queries.inc(len(request.ids))
+        ref = self.hot.choose(request.offers, request.ids)
+        if ref is None:
+            self._start_reading(sequence, Restore(Source.NONE))
+        elif (stored := self.hot.get(ref)) is not None:
+            refusal = self._load(sequence, stored.chunks, ref)
+            assert not refusal, f"a payload of our own was refused: {refusal}"
+            self._start_reading(sequence, Restore(Source.HOT, ref))
+        else:
+            sequence.awaited = ref
+            self.restoring.append(sequence)
+            sequence.sink(Restore(Source.SEND, ref))
+
+    def _fresh_state(self, sequence: Sequence) -> State:
+        state = State(self.hot.payloads.config, self.pool)
+        state.reserve(sequence.reserved_tokens)
+        return state
+
+    def _load(self, sequence: Sequence, chunks: tuple[bytes, ...], ref: StateRef) -> str:
+        """Put a payload in the place of the fresh state. If it is refused: why, and the state is a fresh one again.
+
+        The pages are given back and taken again; nobody can take them in between, since this is the only thread.
+        """
+        sequence.release()
+        try:
+            sequence.state = self.hot.payloads.load(chunks, self.pool)
+            if self.hot.name(sequence.state.ids) != ref:
+                raise PayloadError("snapshot: it holds another state than the one that was offered")
+            sequence.state.reserve(sequence.reserved_tokens - ref.tokens)
+        except EngineError as error:
+            sequence.release()
+            sequence.state = self._fresh_state(sequence)
+            return str(error)
+        sequence.cached_tokens = ref.tokens
+        return ""
+
+    def _start_reading(self, sequence: Sequence, restore: Restore) -> None:
+        self.metrics.restores[restore.source.name.lower(),].inc()
+        self.metrics.cache_hits.inc(sequence.cached_tokens)
+        self.reading.append(sequence)
+        sequence.sink(restore)
+
+    def _decode(self, batch: list[Sequence]) -> None:
+        logits = self._forward("decode", [(sequence, [sequence.last_id]) for sequence in batch])
+        for sequence, row in zip(batch, logits, strict=True):
+            with self.at_the_cost_of(sequence):
+                self._sample(sequence, row)
+
+    def _read_chunk(self, sequence: Sequence) -> None:
+        state, prompt = sequence.state, sequence.request.ids
+        assert state is not None
+        ids = sequence.next_chunk(self.chunk_tokens)
+        logits = self._forward("prefill", [(sequence, ids)])
+        sequence.executed_tokens += len(ids)
+        self.metrics.prompt_tokens.inc(len(ids))
+        sequence.sink(Progress(state.tokens, len(prompt)))
+        if state.tokens in sequence.request.snapshot_at:
+            self._store(sequence)
+        if state.tokens < len(prompt):
+            self.reading.append(sequence)  # behind the others: prompts take turns
+        else:
+            self.answering.append(sequence)
+            self._sample(sequence, logits[0])
+
+    def _forward(self, phase: str, batch: list[tuple[Sequence, list[int]]]) -> Tensor:
+        segments = [Segment(sequence.state, ids) for sequence, ids in batch if sequence.state is not None]
+        with self.metrics.forward(phase):
+            return self.model.forward(segments)
+
+    def _sample(self, sequence: Sequence, logits: Tensor) -> None:
+        request, state, before = sequence.request, sequence.state, sequence.last_token_at
+        assert state is not None
+        id_ = sample(logits, request.temperature, request.top_p, request.seed, state.tokens)
+        sequence.accept(id_)
+        self.metrics.generation_tokens.inc()
+        if sequence.generated_tokens == 1:
+            self.metrics.ttft.observe(sequence.last_token_at - sequence.submitted_at)
+        else:
+            self.metrics.itl.observe(sequence.last_token_at - before)
+        sequence.sink(Token(id_))
+        self._finish_if_ended(sequence)
+
+    def _finish_if_ended(self, sequence: Sequence) -> None:
+        reason = sequence.ended
+        if reason is None:
+            return
+        if sequence.request.snapshot_answer:
+            self._store(sequence)
+        self._leave(sequence)
+        finish = sequence.finish(reason)
+        self.metrics.finished(finish)
+        sequence.sink(finish)
+
+    def _store(self, sequence: Sequence) -> None:
+        """Keep the sequence's state as it is now and owe it to the client; without room for it, go on without."""
+        assert sequence.state is not None
+        stored, result = self.hot.take(sequence.state)
+        self.metrics.snapshots[result,].inc()
+        if stored is not None:
+            self.metrics.snapshot_bytes["taken",].inc(stored.ref.size_bytes if result == "taken" else 0)
+            sequence.owe(stored)
+
+    def _leave(self, sequence: Sequence) -> None:
+        sequence.over = True
+        for places in (self.waiting, self.restoring, self.reading, self.answering):
+            if sequence in places:
+                places.remove(sequence)
+        sequence.release()
+
+
+def _as_engine_error(error: Exception) -> EngineError:
+    if isinstance(error, EngineError):
+        return error
+    return StepError(
+        f"the engine failed in this request ({type(error).__name__}: {error}): its log says more, ask again"
+    )

@@ -1,0 +1,102 @@
+"""One generation under way: what was asked, how far it is, what it holds, and when things happened.
+
+Owns its state from the moment it gets a place until `release`. Decides nothing about other sequences.
+"""
+
+import time
+
+from services.engine.request import Finish, Reason, Request, Sink, Snapshot, StateRef
+from services.engine.snapshots.hot import Stored
+from services.engine.state import State
+
+
+class Sequence:
+    """Times are `time.perf_counter` seconds; the clock of a phase runs from the end of the one before."""
+
+    def __init__(self, request: Request, sink: Sink) -> None:
+        self.request = request
+        self.sink = sink
+        self.state: State | None = None
+        self.awaited: StateRef | None = None  # the payload that the client was asked for
+        self.cached_tokens = 0
+        self.executed_tokens = 0
+        self.generated_tokens = 0
+        self.last_id = 0  # sampled, not fed yet
+        self.stopping = False  # the client asked to end the answer
+        self.over = False  # finished, failed or dropped: in no list any more
+        self.owed: list[Stored] = []  # pinned until the client has them or is gone
+        self.submitted_at = time.perf_counter()
+        self.placed_at = 0.0
+        self.first_token_at = 0.0
+        self.last_token_at = 0.0
+
+    @property
+    def reserved_tokens(self) -> int:
+        """The most ids its state will consume: the last sampled one is not fed."""
+        return len(self.request.ids) + self.request.max_tokens - 1
+
+    def place(self, state: State) -> None:
+        """Its turn has come: `state` is fresh and has all the pages that it can need."""
+        self.state = state
+        self.placed_at = time.perf_counter()
+
+    def next_chunk(self, limit: int) -> list[int]:
+        """The next prompt ids to feed: at most `limit`, and none beyond the next position that is to be stored."""
+        assert self.state is not None
+        done = self.state.tokens
+        stops = [position for position in self.request.snapshot_at if position > done]
+        return list(self.request.ids[done : min(done + limit, *stops, len(self.request.ids))])
+
+    @property
+    def prompt_done(self) -> bool:
+        assert self.state is not None
+        return self.state.tokens >= len(self.request.ids)
+
+    def accept(self, sampled: int) -> None:
+        """One more token of the answer, now."""
+        self.last_id = sampled
+        self.generated_tokens += 1
+        self.last_token_at = time.perf_counter()
+        if self.generated_tokens == 1:
+            self.first_token_at = self.last_token_at
+
+    @property
+    def ended(self) -> Reason | None:
+        """Why the answer is complete; None while it goes on."""
+        if not self.generated_tokens:
+            return None
+        if self.stopping or self.last_id in self.request.stop_ids:
+            return Reason.STOP
+        return Reason.LENGTH if self.generated_tokens >= self.request.max_tokens else None
+
+    def finish(self, reason: Reason) -> Finish:
+        return Finish(
+            reason=reason,
+            prompt_tokens=len(self.request.ids),
+            cached_tokens=self.cached_tokens,
+            executed_tokens=self.executed_tokens,
+            generated_tokens=self.generated_tokens,
+            queue_s=self.placed_at - self.submitted_at,
+            prefill_s=self.first_token_at - self.placed_at,
+            decode_s=time.perf_counter() - self.first_token_at,
+            snapshots=tuple(
+                Snapshot(stored.ref, () if self.request.heads_only else stored.chunks) for stored in self.owed
+            ),
+        )
+
+    def release(self) -> None:
+        """Give the pages back. Twice is no error."""
+        if self.state is not None:
+            self.state.release()
+            self.state = None
+
+    def owe(self, stored: Stored) -> None:
+        """The client gets this state after the answer; with heads_only it gets its name, which needs no pin."""
+        stored.pins += not self.request.heads_only
+        self.owed.append(stored)
+
+    def settle(self) -> None:
+        """The client has what it was owed, or is gone. Twice is no error."""
+        for stored in self.owed:
+            stored.pins -= not self.request.heads_only
+        self.owed = []

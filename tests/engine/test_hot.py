@@ -1,0 +1,214 @@
+"""Snapshots inside the engine: taken where asked, restored to the bit, refused when wrong, never beyond the budget."""
+
+from dataclasses import replace
+
+import pytest
+from toy_engine import INFO, Call, Gate, Toy, answer, toy
+
+from services.engine.request import Progress, Request, Restore, Snapshot, Source, StateRef
+
+PROMPT = (1, 2, 3, 4, 5) * 5
+SIZE = 1736 + 20 * 13  # bytes of the toy's payload after 13 tokens
+
+
+def ask(t: Toy, *ids: int, max_tokens: int = 6, **more: object) -> Call:
+    return t.ask(Request("r", ids, max_tokens, **more))  # type: ignore[arg-type]
+
+
+def restores(call: Call) -> list[tuple[Source, int]]:
+    events = [event for event in call.events if isinstance(event, Restore)]
+    return [(event.source, event.state.tokens if event.state else 0) for event in events]
+
+
+def snapshots(t: Toy, *ids: int, **more: object) -> tuple[Snapshot, ...]:
+    call = ask(t, *ids, **more)
+    found = call.finish().snapshots
+    call.handle.cancel()
+    return found
+
+
+def test_snapshots_are_where_they_were_asked_for() -> None:
+    with toy() as t:
+        found = snapshots(t, *PROMPT, snapshot_at=(5, 13), snapshot_answer=True)
+        assert [s.state.tokens for s in found] == [5, 13, 30], "the last of 6 sampled tokens was not fed"
+        assert [s.state.size_bytes for s in found] == [sum(map(len, s.chunks)) for s in found]
+        assert found[1].state.size_bytes == SIZE
+        assert t.model.calls[:4] == [[5], [8], [8], [4]], "chunks are cut at the positions"
+        assert len({s.state.state_id for s in found}) == 3
+
+
+def test_without_being_asked_nothing_is_kept() -> None:
+    with toy() as t:
+        assert snapshots(t, *PROMPT) == ()
+        assert len(t.hot) == 0
+
+
+def test_a_hot_state_is_restored_without_bytes_and_to_the_bit() -> None:
+    with toy() as t:
+        first = ask(t, *PROMPT, snapshot_answer=True)
+        (snapshot,) = first.finish().snapshots
+        first.handle.cancel()
+        turn = (*PROMPT, *first.tokens, 7, 8)
+        second = ask(t, *turn, offers=(replace(snapshot.state, size_bytes=0),))
+        finish = second.finish()
+        assert restores(second) == [(Source.HOT, 30)]
+        assert (finish.cached_tokens, finish.executed_tokens) == (30, 3)
+        assert second.tokens == answer(list(turn), 6)
+        assert [e.done_tokens for e in second.events if isinstance(e, Progress)] == [33]
+        assert t.model.calls[-6] == [3], "only the tail was run"
+
+
+def test_positions_within_a_restored_state_are_left_out() -> None:
+    with toy() as t:
+        (snapshot,) = snapshots(t, *PROMPT, snapshot_at=(13,))
+        found = snapshots(t, *PROMPT, offers=(snapshot.state,), snapshot_at=(5, 13, 20))
+        assert [s.state.tokens for s in found] == [20]
+
+
+def sent(t: Toy, snapshot: Snapshot, *ids: int, chunks: tuple[bytes, ...] | None = None, refusal: str = "") -> Call:
+    """A request whose offer the engine does not hold, with the payload it then gets."""
+    call = ask(t, *ids, offers=(snapshot.state,))
+    event = call.until(Restore)
+    assert isinstance(event, Restore)
+    assert (event.source, event.state) == (Source.SEND, snapshot.state)
+    call.handle.restore(snapshot.chunks if chunks is None else chunks, refusal)
+    call.finish()
+    return call
+
+
+def test_a_sent_payload_is_restored_by_another_engine_and_then_hot() -> None:
+    with toy() as one:
+        (snapshot,) = snapshots(one, *PROMPT, snapshot_at=(13,))
+    with toy() as other:
+        call = sent(other, snapshot, *PROMPT)
+        assert restores(call) == [(Source.SEND, 13), (Source.SENT, 13)]
+        assert call.tokens == answer(list(PROMPT), 6)
+        assert sum(map(sum, other.model.calls[:2])) == 12
+        again = ask(other, *PROMPT, offers=(snapshot.state,))
+        again.finish()
+        assert restores(again) == [(Source.HOT, 13)]
+
+
+def damaged(snapshot: Snapshot, at: int) -> tuple[bytes, ...]:
+    data = bytearray(b"".join(snapshot.chunks))
+    data[at] ^= 1
+    return (bytes(data),)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("bit", "checksum does not match"),
+        ("short", "too early"),
+        ("empty", "too early"),
+        ("other state", "another state than the one that was offered"),
+        ("client", "evicted"),
+    ],
+)
+def test_a_refused_payload_costs_a_prefill_and_nothing_else(kind: str, reason: str) -> None:
+    with toy() as one:
+        longer, shorter = reversed(snapshots(one, *PROMPT, snapshot_at=(5, 13)))
+    chunks = {
+        "bit": damaged(longer, -30),
+        "short": (longer.chunks[0][:-9],),
+        "empty": (),
+        "other state": shorter.chunks,
+        "client": (),
+    }[kind]
+    with toy() as t:
+        call = sent(t, longer, *PROMPT, chunks=chunks, refusal="the payload was evicted" if kind == "client" else "")
+        assert restores(call) == [(Source.SEND, 13), (Source.REFUSED, 13)]
+        assert reason in call.events[1].reason  # type: ignore[union-attr]
+        assert call.tokens == answer(list(PROMPT), 6)
+        assert sum(map(sum, t.model.calls[:4])) == 25, "all of the prompt was run"
+        assert len(t.hot) == 0
+
+
+def test_the_longest_useful_offer_is_taken() -> None:
+    with toy() as t:
+        a, b = (s.state for s in snapshots(t, *PROMPT, snapshot_at=(5, 13)))
+        (other,) = (s.state for s in snapshots(t, *[9] * 20, snapshot_at=(13,)))
+        foreign = replace(b, state_id=bytes(32))
+        whole = replace(b, tokens=25)
+        unsendable = StateRef(t.hot.name(PROMPT[:20]).state_id, 20, 0)
+        call = ask(t, *PROMPT, offers=(whole, unsendable, other, foreign, b, a))
+        call.finish()
+        assert restores(call) == [(Source.HOT, 13)], "of another text, another model, or out of reach: passed over"
+        none = ask(t, *PROMPT, offers=(whole, unsendable, other, foreign))
+        none.finish()
+        assert restores(none) == [(Source.NONE, 0)]
+
+
+def test_an_engine_of_other_arithmetic_takes_no_offer() -> None:
+    with toy() as one:
+        (snapshot,) = snapshots(one, *PROMPT, snapshot_at=(13,))
+    with toy(replace(INFO, arithmetic_fingerprint="beef")) as other:
+        call = ask(other, *PROMPT, offers=(snapshot.state,))
+        call.finish()
+        assert restores(call) == [(Source.NONE, 0)]
+
+
+def test_others_go_on_while_a_payload_is_awaited() -> None:
+    with toy() as one:
+        (snapshot,) = snapshots(one, *PROMPT, snapshot_at=(13,))
+    with toy() as t:
+        waiting = ask(t, *PROMPT, offers=(snapshot.state,))
+        waiting.until(Restore)
+        assert ask(t, *PROMPT).finish()
+        waiting.handle.cancel()
+        waiting.fail()
+        assert t.pool.free == t.pool.total
+        waiting.handle.restore(snapshot.chunks)  # too late: nothing happens
+        assert ask(t, *PROMPT).finish()
+
+
+def test_the_budget_holds_and_the_longest_unused_leaves() -> None:
+    with toy(hot_bytes=2 * SIZE) as t:
+        prompts = [(n,) * 20 for n in (1, 2, 3)]
+        refs = [snapshots(t, *prompts[n], snapshot_at=(13,))[0].state for n in (0, 1)]
+        assert ask(t, *prompts[0], offers=(refs[0],)).finish().cached_tokens == 13  # used: the other is older now
+        snapshots(t, *prompts[2], snapshot_at=(13,))
+        offers = [replace(ref, size_bytes=0) for ref in refs]
+        assert ask(t, *prompts[0], offers=(offers[0],)).finish().cached_tokens == 13
+        assert ask(t, *prompts[1], offers=(offers[1],)).finish().cached_tokens == 0
+        assert t.value("hot_state_bytes") == 2 * SIZE
+
+
+def test_what_a_client_is_owed_stays_and_new_states_do_not_push_it_out() -> None:
+    with toy(hot_bytes=SIZE) as t:
+        slow = ask(t, *[1] * 20, snapshot_at=(13,))
+        (owed,) = slow.finish().snapshots
+        assert snapshots(t, *[2] * 20, snapshot_at=(13,)) == (), "no room: not kept, and the answer is fine"
+        assert t.value("snapshots_total", result="dropped") == 1
+        assert ask(t, *[1] * 20, offers=(replace(owed.state, size_bytes=0),)).finish().cached_tokens == 13
+        slow.handle.cancel()  # its client has it
+        assert len(snapshots(t, *[2] * 20, snapshot_at=(13,))) == 1
+
+
+def test_with_heads_only_names_come_without_payloads_and_nothing_is_pinned() -> None:
+    with toy(hot_bytes=SIZE) as t:
+        call = ask(t, *[1] * 20, snapshot_at=(13,), heads_only=True)
+        (head,) = call.finish().snapshots
+        assert (head.chunks, head.state.size_bytes) == ((), SIZE)
+        assert ask(t, *[1] * 20, offers=(replace(head.state, size_bytes=0),)).finish().cached_tokens == 13
+        assert len(snapshots(t, *[2] * 20, snapshot_at=(13,))) == 1
+
+
+def test_a_state_already_held_is_not_taken_again() -> None:
+    with toy() as t:
+        first = snapshots(t, *PROMPT, snapshot_at=(13,))
+        second = snapshots(t, *PROMPT[:13], 40, 41, snapshot_at=(13,))
+        assert first[0].chunks is second[0].chunks
+        assert [t.value("snapshots_total", result=r) for r in ("taken", "held", "dropped")] == [1, 1, 0]
+
+
+def test_a_cancelled_request_owes_nothing() -> None:
+    with toy(hot_bytes=SIZE) as t:
+        gate = Gate()
+        t.model.before = gate
+        call = ask(t, *[1] * 20, snapshot_at=(13,))
+        gate.hold(3)  # the position is behind it
+        call.handle.cancel()
+        gate.open()
+        call.fail()
+        assert len(snapshots(t, *[2] * 20, snapshot_at=(13,))) == 1
