@@ -1,0 +1,200 @@
+"""A tiny random checkpoint in ModelOpt's layout on disk, in the style of 3-Super or of 3.5-Super-VL.
+
+Both styles of one seed hold the same language model. Every format occurs: experts NVFP4, and the other linears by the
+table below. Written with the safetensors package, so that our own reader is not tested by our own writer.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+Style = Literal["3-super", "3.5-super-vl"]
+Tensors = dict[str, Tensor]
+
+PATTERN = "MEM*E"
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "chunk_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "moe_latent_size": 32,
+    "n_shared_experts": 1,
+    "moe_shared_expert_intermediate_size": 96,
+    "intermediate_size": 48,
+    "routed_scaling_factor": 5.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "layer_norm_epsilon": 1e-5,
+    "max_position_embeddings": 512,
+    "mlp_hidden_act": "relu2",
+    "mamba_hidden_act": "silu",
+    "use_conv_bias": True,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+}
+
+# Linears that are neither routed experts nor BF16.
+QUANTISED = {
+    "layers.0.mixer.in_proj": "FP8",
+    "layers.0.mixer.out_proj": "FP8",
+    "layers.1.mixer.fc1_latent_proj": "FP8",
+    "layers.1.mixer.shared_experts.up_proj": "FP8",
+    "layers.1.mixer.shared_experts.down_proj": "NVFP4",
+    "layers.2.mixer.out_proj": "FP8",
+    "layers.3.mixer.o_proj": "FP8",
+    "layers.4.mixer.shared_experts.up_proj": "NVFP4",
+    "lm_head": "W4A16_NVFP4",
+}
+
+
+def write(
+    folder: Path,
+    style: Style = "3-super",
+    seed: int = 0,
+    edit: Callable[[dict[str, Any], Tensors], None] = lambda config, tensors: None,
+) -> Path:
+    """Write a checkpoint; `edit` may damage the config and the tensors (names as on disk) first."""
+    folder.mkdir(parents=True)
+    language, formats = language_model(seed)
+    quantised = {f"{_body(name)}": _entry(form) for name, form in formats.items() if form != "BF16"}
+    quant = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8", "quantized_layers": quantised}
+    tensors = {_body(name): tensor for name, tensor in language.items()} | _mtp(seed)
+    config: dict[str, Any]
+    if style == "3-super":
+        config = {
+            "architectures": ["NemotronHForCausalLM"],
+            "model_type": "nemotron_h",
+            "hybrid_override_pattern": PATTERN,
+            "num_hidden_layers": len(PATTERN),
+            "norm_eps": 1e-5,
+            "rope_theta": 10000,
+            "eos_token_id": 2,
+            **SIZES,
+        }
+    else:
+        words = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
+        language_config = {**SIZES, "layers_block_type": [words[c] for c in PATTERN], "eos_token_id": 11}
+        config = {
+            "architectures": ["NemotronH_Omni_Reasoning_V3"],
+            "model_type": "nemotron_h_omni",
+            "llm_config": language_config,
+            "sound_config": None,
+        }
+        quant["quantized_layers"] = {f"language_model.{name}": entry for name, entry in quantised.items()}
+        tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+        for name in ("vision_model.radio_model.model.norm.weight", "mlp1.1.weight", "vision_projector.norm.weight"):
+            tensors[name] = torch.ones(4, dtype=torch.bfloat16)
+    config["quantization_config"] = {"quant_method": "modelopt", "ignore": [], **quant}
+    edit(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": quant}))
+    _save(folder, tensors, shards=1 if style == "3-super" else 3)
+    return folder
+
+
+def language_model(seed: int) -> tuple[Tensors, dict[str, str]]:
+    """Tensors by canonical name, and the format of every linear."""
+    random = torch.Generator().manual_seed(seed)
+    tensors: Tensors = {}
+    formats: dict[str, str] = {}
+    hidden, vocab, latent, width, shared = 64, 96, 32, 48, 96
+    inner, channels = 64, 64 + 2 * 2 * 16
+
+    def plain(
+        name: str, *shape: int, dtype: torch.dtype = torch.bfloat16, spread: float = 0.2, mean: float = 0
+    ) -> None:
+        tensors[name] = (torch.randn(shape, generator=random) * spread + mean).to(dtype)
+
+    def linear(name: str, rows: int, columns: int, form: str) -> None:
+        formats[name] = form
+        tensors.update({f"{name}.{k}": v for k, v in _linear(rows, columns, form, random).items()})
+
+    plain("embeddings.weight", vocab, hidden, spread=1)
+    plain("norm_f.weight", hidden, mean=1)
+    linear("lm_head", vocab, hidden, QUANTISED["lm_head"])
+    for index, layer in enumerate(PATTERN):
+        plain(f"layers.{index}.norm.weight", hidden, mean=1)
+        mixer = f"layers.{index}.mixer."
+        if layer == "M":
+            plain(mixer + "conv1d.weight", channels, 1, 4, spread=0.5)
+            plain(mixer + "conv1d.bias", channels)
+            plain(mixer + "norm.weight", inner, mean=1)
+            for name in ("A_log", "D", "dt_bias"):
+                plain(mixer + name, 4, spread=1)
+            shapes = {"in_proj": (inner + channels + 4, hidden), "out_proj": (hidden, inner)}
+        elif layer == "*":
+            shapes = {"q_proj": (64, hidden), "k_proj": (32, hidden), "v_proj": (32, hidden), "o_proj": (hidden, 64)}
+            tensors[mixer + "k_proj.k_scale"] = torch.tensor(0.01)
+            tensors[mixer + "v_proj.v_scale"] = torch.tensor(0.02)
+        else:
+            plain(mixer + "gate.weight", 8, hidden)
+            plain(mixer + "gate.e_score_correction_bias", 8, dtype=torch.float32)
+            shapes = {"fc1_latent_proj": (latent, hidden), "fc2_latent_proj": (hidden, latent)}
+            shapes |= {"shared_experts.up_proj": (shared, hidden), "shared_experts.down_proj": (hidden, shared)}
+            for expert in range(8):
+                linear(f"{mixer}experts.{expert}.up_proj", width, latent, "NVFP4")
+                linear(f"{mixer}experts.{expert}.down_proj", latent, width, "NVFP4")
+        for name, (rows, columns) in shapes.items():
+            linear(mixer + name, rows, columns, QUANTISED.get(mixer + name, "BF16"))
+    return tensors, formats
+
+
+def _linear(rows: int, columns: int, form: str, random: torch.Generator) -> Tensors:
+    """Random tensors whose weights are about as large as a trained model's."""
+    if form == "BF16":
+        return {"weight": (torch.randn(rows, columns, generator=random) * columns**-0.5).to(torch.bfloat16)}
+    input_scale = {"input_scale": torch.rand((), generator=random) * 0.01 + 0.001}
+    if form == "FP8":
+        values = (torch.randn(rows, columns, generator=random) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return {"weight": values, "weight_scale": torch.tensor(0.01 * columns**-0.5), **input_scale}
+    codes = torch.randint(0, 256, (rows, columns // 2), generator=random, dtype=torch.uint8)
+    # E4M3 codes from 2^-3 to 2^3, and some zeros.
+    scales = torch.randint(0x20, 0x50, (rows, columns // 16), generator=random, dtype=torch.uint8)
+    scales[torch.rand(scales.shape, generator=random) < 0.05] = 0
+    packed = {"weight": codes, "weight_scale": scales.view(torch.float8_e4m3fn)}
+    packed["weight_scale_2"] = 0.1 * columns**-0.5 * (1 + torch.rand((), generator=random))
+    return packed | (input_scale if form == "NVFP4" else {})
+
+
+def _mtp(seed: int) -> Tensors:
+    random = torch.Generator().manual_seed(seed + 1)
+    return {"mtp.layers.0.eh_proj.weight": torch.randn(64, 128, generator=random).to(torch.bfloat16)}
+
+
+def _body(name: str) -> str:
+    return name if name.startswith("lm_head") else f"backbone.{name}"
+
+
+def _entry(form: str) -> dict[str, Any]:
+    return {"quant_algo": form, "group_size": 16} if "NVFP4" in form else {"quant_algo": form}
+
+
+def _save(folder: Path, tensors: Tensors, shards: int) -> None:
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return
+    names = sorted(tensors)
+    where = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        part = names[shard::shards]
+        save_file({name: tensors[name] for name in part}, folder / file)
+        where |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
