@@ -21,14 +21,33 @@ COMBINE_TILE = 64
 FINGERPRINT = f"triton-int64 up{UP_TILE} down{DOWN_SPLITS} combine{COMBINE_TILE}"
 
 
+@dataclass(frozen=True)
+class PlanWords:
+    """Where the parts of a plan begin, in 64-bit words: what the host tells the GPU about one step, as one piece."""
+
+    count: int
+    table: int
+    scale_2: int
+    source: int
+    total: int
+
+    @classmethod
+    def of(cls, items: int, lookups: int) -> "PlanWords":
+        return cls(0, 1, 1 + 2 * items, 1 + 3 * items, 1 + 3 * items + -(-lookups // 2))
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        return self.count, self.table, self.scale_2, self.source
+
+
 @dataclass
 class ExpertStep:
     """For at most `items` experts of `layout` on this device, exactly `tokens` tokens with `top_k` experts each.
 
-    Inputs, written by whoever prepares the step (addresses may be of device or page-locked host memory):
-      x float32 [tokens, latent]; weights float32 [tokens, top_k]; source int32 [tokens, top_k] (item number, or -1 for
-      host_y); table int64 [items, 2] (addresses of the blocks that `up` and `down` are read from); scale_2 float32
-      [items, 2]; count int32 [1]; host_y float32 [tokens, top_k, latent].
+    Inputs: x float32 [tokens, latent]; weights float32 [tokens, top_k]; host_y float32 [tokens, top_k, latent], results
+    of other devices; and the plan, one int64 tensor with these views: count int32 [1], how many items; table int64
+    [items, 2], addresses (device or page-locked host memory) of the blocks that `up` and `down` are read from; scale_2
+    float32 [items, 2]; source int32 [tokens, top_k], an item number, or -1 for host_y.
     Output: out float32 [tokens, latent].
     """
 
@@ -50,10 +69,13 @@ class ExpertStep:
 
         self.x = new(self.tokens, latent, dtype=torch.float32)
         self.weights = new(self.tokens, self.top_k, dtype=torch.float32)
-        self.source = new(self.tokens, self.top_k, dtype=torch.int32)
-        self.table = new(self.items, 2, dtype=torch.int64)
-        self.scale_2 = new(self.items, 2, dtype=torch.float32)
-        self.count = new(1, dtype=torch.int32)
+        self.plan_words = PlanWords.of(self.items, self.tokens * self.top_k)
+        self.plan = new(self.plan_words.total, dtype=torch.int64)
+        words = torch.tensor_split(self.plan, self.plan_words.starts[1:])
+        self.count = words[0].view(torch.int32)[:1]
+        self.table = words[1].view(self.items, 2)
+        self.scale_2 = words[2].view(torch.float32).view(self.items, 2)
+        self.source = words[3].view(torch.int32)[: self.tokens * self.top_k].view(self.tokens, self.top_k)
         self.host_y = new(self.tokens, self.top_k, latent, dtype=torch.float32)
         self.out = new(self.tokens, latent, dtype=torch.float32)
         self.xq = new(self.tokens, latent, dtype=torch.int16)
