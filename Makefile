@@ -29,11 +29,16 @@ drill: .venv/test.stamp
 proto: .venv/test.stamp
 	$(BIN)/python -m grpc_tools.protoc -I services/rpc=proto/thimble/v1 --python_out=. --pyi_out=. --grpc_python_out=. services/rpc/engine.proto
 
-# Exact versions of everything that pyproject.toml's pins pull in, read off a fresh environment.
+# Exact versions of all that pyproject.toml's pins bring along, CUDA's libraries included. Run it with Debian 12's Python,
+# the oldest that we support: it needs a package more than later ones.
 pins:
 	rm -rf .build/pins && $(PYTHON) -m venv .build/pins
-	.build/pins/bin/pip install $(PIP_FLAGS) '.[test]'
-	.build/pins/bin/pip freeze --exclude thimble | sed 's/+[a-z0-9]*$$//' | grep -v '^nvidia-\|^cuda-' >services/constraints.txt
+	.build/pins/bin/pip install --dry-run --ignore-installed --report .build/pins/report.json $(PIP_FLAGS) '.[test]'
+	.build/pins/bin/python -c 'import json; \
+	found = [entry["metadata"] for entry in json.load(open(".build/pins/report.json"))["install"]]; \
+	print(*sorted(f"""{m["name"]}=={m["version"].partition("+")[0]}""" for m in found if m["name"] != "thimble"), sep="\n")' \
+	  >.build/pins/constraints.txt
+	LC_ALL=C sort --ignore-case .build/pins/constraints.txt >services/constraints.txt
 	rm -rf .build/pins
 
 .venv/up.stamp: pyproject.toml .venv/constraints.txt

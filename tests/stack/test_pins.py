@@ -1,6 +1,5 @@
 """pyproject.toml pins what we name, services/constraints.txt also all that those bring along: they must agree."""
 
-import re
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -10,9 +9,6 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-ACCELERATOR_ONLY = re.compile(
-    r"^(nvidia-|cuda-)"
-)  # torch's own metadata pins these exactly, and only on its CUDA build
 
 
 def constraints() -> dict[str, str]:
@@ -49,7 +45,7 @@ def brought_along(requirements: list[Requirement]) -> set[str]:
         for below in [Requirement(text) for text in metadata.requires(name) or []]:
             if not below.marker or below.marker.evaluate({"extra": extra}):
                 todo += [(below.name, wanted) for wanted in (below.extras | {""})]
-    return {name for name, _ in seen if not ACCELERATOR_ONLY.match(name)}
+    return {name for name, _ in seen}
 
 
 def test_every_named_dependency_is_pinned_the_same_twice() -> None:
@@ -63,12 +59,12 @@ def test_the_agreement_check_can_fail() -> None:
 
 
 def test_everything_brought_along_is_pinned() -> None:
-    missing = brought_along(named()) - set(constraints()) - {"setuptools"}
+    missing = brought_along(named()) - set(constraints())
     assert missing == set(), "run `make pins`"
     assert "anyio" in brought_along([Requirement("openai")])
 
 
 def test_installed_versions_are_the_pinned_ones() -> None:
     pins = constraints()
-    installed = {name: metadata.version(name).split("+")[0] for name in brought_along(named()) if name in pins}
+    installed = {name: metadata.version(name).split("+")[0] for name in brought_along(named())}
     assert {name: (version, pins[name]) for name, version in installed.items() if version != pins[name]} == {}
