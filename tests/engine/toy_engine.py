@@ -166,12 +166,17 @@ class Toy:
 
 @contextmanager
 def toy(
-    info: Info = INFO, pages: int = 32, chunk_tokens: int = 8, hot_bytes: int = 1 << 20, sound: bool = True
+    info: Info = INFO,
+    config: ModelConfig = CONFIG,
+    pages: int = 32,
+    chunk_tokens: int = 8,
+    hot_bytes: int = 1 << 20,
+    sound: bool = True,
 ) -> Iterator[Toy]:
     experts = ToyExperts()
     model = ToyModel(experts)
-    pool = PagePool(CONFIG, pages)
-    payloads = PayloadFormat(CONFIG, info.model_fingerprint, info.arithmetic_fingerprint)
+    pool = PagePool(config, pages)
+    payloads = PayloadFormat(config, info.model_fingerprint, info.arithmetic_fingerprint)
     hot = HotStates(payloads, info.arithmetic_fingerprint, hot_bytes)
     metrics = Metrics(info, experts)
     scheduler = Scheduler(model, pool, hot, metrics, info.max_sequences, chunk_tokens)

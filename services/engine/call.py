@@ -1,0 +1,106 @@
+"""One Generate call: a writer that tells the client what happens, and beside it a reader that takes what it sends.
+
+Owns the order of messages on the stream. Whatever way the call ends, the request is cancelled on the way out, which
+frees what it still holds; a client that goes away ends it by cancelling this task.
+"""
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from services.engine.engine import Engine, Handle
+from services.engine.errors import StreamError
+from services.engine.messages import message_of, request_of, snapshot_messages
+from services.engine.request import Event, Failed, Finish, Request, Restore, Source, StateRef
+from services.engine.upload import Upload
+
+START_TIMEOUT_S = 30.0
+EOF = grpc.aio.EOF  # type: ignore[attr-defined]
+
+Context = Any  # grpc.aio.ServicerContext, for which there are no full types
+
+
+class Call:
+    """`context` is gRPC's. Raises EngineError for whatever ends the call without an answer."""
+
+    def __init__(self, engine: Engine, context: Context, snapshot_timeout_s: float) -> None:
+        self._engine = engine
+        self._context = context
+        self._snapshot_timeout_s = snapshot_timeout_s
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._upload: Upload | None = None
+        self._deadline: asyncio.TimerHandle | None = None  # of the upload
+        self._half_closed = False
+
+    async def run(self) -> None:
+        request = await self._start()
+        loop = asyncio.get_running_loop()
+
+        def sink(event: Event) -> None:  # called by the engine's thread: hands the event over to this loop
+            loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+        handle = self._engine.submit(request, sink)
+        try:
+            await self._context.send_initial_metadata(())
+            reader = asyncio.create_task(self._read(handle))
+            try:
+                await self._write(handle)
+            finally:
+                reader.cancel()
+                await asyncio.gather(reader, return_exceptions=True)
+        finally:
+            handle.cancel()
+            if self._deadline is not None:
+                self._deadline.cancel()  # it would keep what was received until it is due
+
+    async def _start(self) -> Request:
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                message = await self._context.read()
+        except TimeoutError:
+            raise StreamError(f"no Start came within {START_TIMEOUT_S:.0f} s of the call") from None
+        if message is EOF or message.WhichOneof("message") != "start":
+            raise StreamError("the first message of a Generate stream is a Start")
+        return request_of(message.start)
+
+    async def _read(self, handle: Handle) -> None:
+        while (message := await self._context.read()) is not EOF:
+            match message.WhichOneof("message"):
+                case "stop":
+                    handle.stop()
+                case "chunk" if self._upload is not None:
+                    self._upload.add(message.chunk.index, message.chunk.data)
+                case kind:
+                    error = StreamError(f"a {kind or 'message without content'} came where none was asked for")
+                    return self._events.put_nowait(Failed(error))
+        self._half_closed = True
+        if self._upload is not None:
+            self._upload.end_of_stream()
+        return None
+
+    async def _write(self, handle: Handle) -> None:
+        while True:
+            event = await self._events.get()
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Restore) and event.source is Source.SEND and event.state is not None:
+                self._expect(event.state, handle)
+            await self._context.write(message_of(event))
+            if isinstance(event, Finish):
+                break
+        for snapshot in event.snapshots:
+            try:
+                async with asyncio.timeout(self._snapshot_timeout_s):
+                    for message in snapshot_messages(snapshot):
+                        await self._context.write(message)
+            except TimeoutError:
+                raise StreamError(f"the client took no snapshot within {self._snapshot_timeout_s:.0f} s") from None
+
+    def _expect(self, state: StateRef, handle: Handle) -> None:
+        """Before the client is asked, so that no chunk can come too early."""
+        upload = self._upload = Upload(state, handle.restore)
+        if self._half_closed:
+            upload.end_of_stream()
+        late = f"the client did not send it within {self._snapshot_timeout_s:.0f} s"
+        self._deadline = asyncio.get_running_loop().call_later(self._snapshot_timeout_s, upload.refuse, late)
