@@ -80,5 +80,7 @@ def _listen(host: str, port: int, variable: str, movable: bool) -> socket.socket
 
 
 def _reachable(host: str) -> str:
-    """The address at which this machine reaches what listens on `host`."""
-    return {"0.0.0.0": "127.0.0.1", "::": "localhost"}.get(host, host)
+    """How this machine reaches what listens on `host`, as it stands in an address before the port."""
+    if host in ("0.0.0.0", "::"):
+        return "127.0.0.1" if host == "0.0.0.0" else "[::1]"
+    return f"[{host}]" if ":" in host else host
