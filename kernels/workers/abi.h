@@ -1,0 +1,4 @@
+// How functions leave the library: plain C names, seen from outside.
+#pragma once
+
+#define THIMBLE_API extern "C" __attribute__((visibility("default")))
