@@ -34,6 +34,10 @@ class Stack:
         return f"{_reachable(self.engine.host)}:{self.engine.port}"
 
     @property
+    def metrics_url(self) -> str:
+        return f"http://{_reachable(self.engine.metrics_host)}:{self.engine.metrics_port}/metrics"
+
+    @property
     def url(self) -> str:
         return f"http://{_reachable(self.api.host)}:{self.api.port}"
 

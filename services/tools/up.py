@@ -5,7 +5,9 @@ Owns the processes and what the terminal shows. Which ports and settings they ge
 
 import argparse
 import fcntl
+import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -16,6 +18,7 @@ from typing import IO
 
 from services.settings import SettingError
 from services.tools import demo
+from services.tools.chat import Server
 from services.tools.child import Child
 from services.tools.stack import Stack, StackError, plan_stack
 
@@ -153,5 +156,31 @@ def _tail(child: Child) -> str:
     return "\n".join([f"the end of {child.log}:", *(f"  | {line}" for line in lines)])
 
 
+def _plan(log: str) -> str:
+    """The engine's ledger of threads and memory, as it wrote it into its log at start."""
+    found = re.search(r"\d+ workers,.*?available$", log, re.MULTILINE | re.DOTALL)
+    return found.group() if found else "(the engine wrote no plan)"
+
+
+def _command() -> str:
+    """How to call `thimble` from the folder that this was called from."""
+    command = Path(sys.executable).parent / "thimble"
+    return str(command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command)
+
+
 def _greeting(stack: Stack, logs: Path) -> str:
-    return ""
+    plain, think = Server(stack.url, stack.api.read_api_key()).models()[:2]
+    key = ' -H "Authorization: Bearer $KEY"' if stack.api.read_api_key() else ""
+    body = json.dumps({"model": plain, "stream": True, "messages": [{"role": "user", "content": "What is 20 + 22?"}]})
+    return f"""
+Plan of the engine: {_plan((logs / "engine.log").read_text(errors="replace"))}
+
+Ready. Chat in another terminal:
+  {_command()} chat --url {stack.url}
+or with curl:
+  curl -N {stack.url}/v1/chat/completions -H "Content-Type: application/json"{key} \\
+    -d '{body}'
+or with any OpenAI client: base_url={stack.url}/v1, model={plain} (or {think}, which reasons first)
+Metrics: {stack.url}/metrics and {stack.metrics_url}. Logs: {logs}
+Ctrl-C stops everything.
+"""
