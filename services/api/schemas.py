@@ -96,7 +96,7 @@ class _Body(BaseModel):
 
 
 class FunctionCall(_Body):
-    name: str = Field(min_length=1, max_length=256)
+    name: str
     arguments: str | JsonObject | None = None
 
     def mapping(self) -> dict[str, Any]:
@@ -115,6 +115,10 @@ class FunctionCall(_Body):
 class ToolCall(_Body):
     id: str | None = None
     function: FunctionCall
+
+    def for_template(self) -> dict[str, Any]:
+        function = {"name": self.function.name, "arguments": self.function.mapping()}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 class Message(_Body):
@@ -146,11 +150,7 @@ class Message(_Body):
         if self.role == "assistant" and self.reasoning_content is not None:
             message["reasoning_content"] = self.reasoning_content
         if self.role == "assistant" and self.tool_calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": c.name, "arguments": c.mapping()}}
-                for call in self.tool_calls
-                for c in (call.function,)
-            ]
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         return message

@@ -89,10 +89,10 @@ class Store:
             found.append(Stored(record_read, complete) if record_read else None)
         return found
 
-    async def has_payload(self, state_id: bytes, size_bytes: int, chunks: int) -> bool:
-        name = payload_name(state_id)
+    async def has_payload(self, head: Head) -> bool:
+        name = payload_name(head.state_id)
         answers = await self._ask([("HLEN", name), ("HGET", name, "size"), ("EXPIRE", name, self._ttl_s)])
-        return answers[:2] == [chunks + 1, str(size_bytes).encode()]
+        return answers[:2] == [head.chunks + 1, str(head.size_bytes).encode()]
 
     async def read(self, head: Head) -> AsyncIterator[bytes]:
         """The payload's chunks in order. Ends early if one is missing or the store fails."""
@@ -107,20 +107,24 @@ class Store:
             if len(answers) < len(window):
                 return
 
-    async def write(self, state_id: bytes, size_bytes: int, chunks: AsyncIterator[bytes]) -> None:
-        """Raises StoreRefused if the store does not take it or is away; part of a payload is removed again."""
-        name = payload_name(state_id)
-        count = 0
+    async def write(self, head: Head, chunks: AsyncIterator[bytes]) -> None:
+        """Raises StoreRefused if the store does not take it or is away, or if the payload is not as long as announced;
+        part of a payload is removed again."""
+        name = payload_name(head.state_id)
+        count = size_bytes = 0
         try:
             await self._tell([("UNLINK", name)])  # rubbish or an incomplete one
             window: list[tuple[str | bytes | int, ...]] = []
             async for chunk in chunks:
                 window.append(("HSET", name, str(count), chunk))
                 count += 1
+                size_bytes += len(chunk)
                 if len(window) == WINDOW_CHUNKS:
                     # A first expiry at once: a writer that dies leaves nothing for ever.
                     await self._tell([*window, ("EXPIRE", name, self._ttl_s)])
                     window = []
+            if size_bytes != head.size_bytes:
+                raise StoreRefused(f"{size_bytes} bytes came for a payload of {head.size_bytes}")
             await self._tell([*window, ("HSET", name, "size", str(size_bytes)), ("EXPIRE", name, self._ttl_s)])
         except BaseException:
             await asyncio.shield(self._ask([("UNLINK", name)]))

@@ -11,6 +11,7 @@ between the template's tokens are tokenised whole, so text without such literals
 import codecs
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,19 +77,13 @@ class TextTokenizer:
         return marked.translate(self._restore)
 
     def encode(self, marked: str) -> list[int]:
-        return self.encode_with_places(marked)[0]
-
-    def encode_with_places(self, marked: str) -> tuple[list[int], dict[int, int]]:
-        """The ids, and for every added token of the template: offset in the text -> number of ids before it."""
         ids: list[int] = []
-        places: dict[int, int] = {}
         start = 0
         for match in self._literal.finditer(marked):
             ids += self._encode_stretch(marked[start : match.start()])
-            places[match.start()] = len(ids)
             ids.append(self.added[match[0]].id)
             start = match.end()
-        return ids + self._encode_stretch(marked[start:]), places
+        return ids + self._encode_stretch(marked[start:])
 
     def _encode_stretch(self, marked: str) -> list[int]:
         if not marked:
@@ -105,7 +100,7 @@ class TextTokenizer:
         added = self._added_by_id.get(token_id)
         return b"" if added and added.special else self.token_bytes(token_id)
 
-    def canonical_ids(self, ids: list[int]) -> bytes:
+    def canonical_ids(self, ids: Iterable[int]) -> bytes:
         """Bytes that are equal for ids and for marked text which mean the same up to white space."""
         out = bytearray()
         for token_id in ids:

@@ -1,0 +1,113 @@
+"""Puts the api together: settings and a model folder in, an ASGI app out. Owns what lives as long as the process
+(engine channels, store, background tasks) and how every failure becomes a response."""
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from services.api.chat import Chats
+from services.api.client import Engines
+from services.api.config import ApiConfig
+from services.api.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound
+from services.api.logs import EXTRA
+from services.api.metrics import Metrics
+from services.api.middleware import REQUEST_ID, Guarded, Observed, error_response
+from services.api.model_folder import ModelFolder, load_model_folder
+from services.api.records import RecordMemory
+from services.api.routes import router, to_api_error
+from services.api.saving import Saving
+from services.api.snapshots import Snapshots
+from services.api.store import Store
+
+log = logging.getLogger(__name__)
+
+
+def build_app(config: ApiConfig, redis_url: str) -> FastAPI:
+    """`redis_url` is where the store really is: config.redis_url, or the embedded server's. Raises ModelFolderError and
+    SettingError."""
+    folder = load_model_folder(config.model_dir)
+    api_key = config.read_api_key()
+    metrics = Metrics(version("thimble"))
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        store = Store(redis_url, config.redis_timeout_ms / 1000, config.snapshot_ttl_s) if redis_url else None
+        engines = Engines(config.engine_addresses)
+        app.state.chats = chats = _build_chats(config, folder, engines, store, metrics)
+        try:
+            yield
+        finally:
+            await chats.saving.close(config.stop_timeout_s)
+            await engines.close()
+            if store:
+                await store.close()
+
+    app = FastAPI(
+        title="Thimble",
+        version=version("thimble"),
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.include_router(router)
+    app.state.ping_interval_s = config.ping_interval_s
+
+    def told(error: Exception) -> ApiError:
+        found = to_api_error(error)
+        metrics.errors[found.code,].inc()
+        if found is not error:
+            log.error("a request failed by our own fault", exc_info=error)
+        return found
+
+    async def api_error(request: Request, error: Exception) -> Response:
+        found = told(error)
+        if found.status >= 500:
+            fields = {"request_id": getattr(request.state, "request_id", ""), "code": found.code}
+            log.warning("%s", found, extra={EXTRA: fields})
+        return error_response(found)
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        place = f"{request.method} {request.url.path}"
+        if error.status_code == 405:
+            found: ApiError = MethodNotAllowed(f"{place}: another method is needed here")
+        elif error.status_code == 404:
+            found = NotFound(f"there is no {place} on this server")
+        else:
+            found = InvalidRequest(str(error.detail))
+        response = await api_error(request, found)
+        response.headers.update(error.headers or {})
+        return response
+
+    app.state.on_error = told
+    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(Exception, api_error)
+    # The last one added is the outermost.
+    app.add_middleware(Guarded, api_key=api_key, max_body_bytes=config.max_body_bytes, metrics=metrics)
+    if config.cors_origin_list:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origin_list,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID, "Retry-After"],
+        )
+    app.add_middleware(Observed, metrics=metrics)
+    return app
+
+
+def _build_chats(
+    config: ApiConfig, folder: ModelFolder, engines: Engines, store: Store | None, metrics: Metrics
+) -> Chats:
+    memory = RecordMemory()
+    snapshots = Snapshots(folder, store, memory, metrics, config.snapshot_min_tokens)
+    saving = Saving(folder, store, memory, metrics, config.snapshot_writes, config.snapshot_write_s)
+    return Chats(folder, engines, snapshots, saving, metrics, config.default_max_tokens, config.request_timeout_s)

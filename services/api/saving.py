@@ -1,0 +1,153 @@
+"""Storing what the engine sends behind an answer. Owns the background tasks, the name an answer's state gets, and that
+a state is written once; whatever goes wrong here costs a later prompt some time and nothing else.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.api.client import Generation
+from services.api.errors import ApiError
+from services.api.keys import boundary_keys
+from services.api.metrics import Metrics
+from services.api.model_folder import ModelFolder
+from services.api.records import Head, Record, RecordMemory
+from services.api.snapshots import Plan
+from services.api.store import Store, StoreRefused
+from services.rpc import engine_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Dialog:
+    """An answered request, as a later request would repeat it."""
+
+    messages: Sequence[Mapping[str, Any]]  # with the answer
+    tools: Sequence[Any]
+    options: Mapping[str, Any]
+    answer_ids: Sequence[int]  # sampled, without the stop id
+
+
+class Saving:
+    """`store` None: states are only noted, as they may stay hot in the engine."""
+
+    def __init__(
+        self,
+        folder: ModelFolder,
+        store: Store | None,
+        memory: RecordMemory,
+        metrics: Metrics,
+        at_once: int,
+        within_s: float,
+    ) -> None:
+        self._tokenizer = folder.tokenizer
+        self._template = folder.template
+        self._store = store
+        self._memory = memory
+        self._metrics = metrics
+        self._within_s = within_s
+        self._turns = asyncio.Semaphore(at_once)
+        self._writing: set[bytes] = set()  # state ids
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def take(self, plan: Plan, generation: Generation, dialog: Dialog | None) -> None:
+        """Own `generation` from behind its Finish on: store what it still sends, off the request's path."""
+        task = asyncio.create_task(self._save(plan, generation, dialog))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def idle(self) -> None:
+        """Until everything that is to be stored is stored."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def close(self, within_s: float) -> None:
+        """Let the storing end, then give it up."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=within_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _save(self, plan: Plan, generation: Generation, dialog: Dialog | None) -> None:
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(self._within_s), self._turns:
+                answer = await asyncio.to_thread(self._answer, plan, dialog) if dialog else None
+                messages = generation.messages()
+                async for message in messages:
+                    if message.WhichOneof("message") == "snapshot":
+                        chunks = _Chunks(message.snapshot, messages)
+                        await self._save_one(plan, message.snapshot, chunks, answer)
+                        async for _ in chunks:  # what nobody wanted still has to be taken off the stream
+                            pass
+            self._metrics.save_s.observe(time.perf_counter() - began)
+        except (ApiError, TimeoutError) as error:
+            self._metrics.writes["failed",].inc()
+            log.warning("snapshots of an answer were not stored: %s", str(error) or "it took too long")
+        finally:
+            generation.cancel()
+
+    async def _save_one(
+        self, plan: Plan, head: pb.SnapshotHead, chunks: "_Chunks", answer: tuple[bytes, tuple[int, ...]] | None
+    ) -> None:
+        tokens = head.state.tokens
+        if tokens < len(plan.ids):
+            key, ids = plan.keep.get(tokens), plan.ids[:tokens]
+        else:
+            key, ids = answer or (None, ())
+        if key is None or not 0 < tokens <= len(ids):
+            return
+        size_bytes = head.state.size_bytes if head.chunks else 0
+        record = Record(Head(head.state.state_id, len(ids), tokens, size_bytes, head.chunks), ids)
+        self._memory.put(key, record)
+        if self._store is None or not head.chunks or record.head.state_id in self._writing:
+            return
+        self._writing.add(record.head.state_id)
+        try:
+            await self._upload(self._store, key, record, chunks)
+        except StoreRefused as error:
+            self._metrics.writes["refused",].inc()
+            log.warning("a snapshot was not stored: %s", error)
+        finally:
+            self._writing.discard(record.head.state_id)
+
+    async def _upload(self, store: Store, key: bytes, record: Record, chunks: "_Chunks") -> None:
+        head = record.head
+        if await store.has_payload(head):
+            self._metrics.writes["present",].inc()
+        else:
+            await store.write(head, chunks)
+            self._metrics.writes["stored",].inc()
+            self._metrics.snapshot_bytes["stored",].inc(head.size_bytes)
+        await store.write_record(key, record)
+
+    def _answer(self, plan: Plan, dialog: Dialog) -> tuple[bytes, tuple[int, ...]] | None:
+        """Key and ids of the end of the answer, if a later request will repeat what the state has read: the template
+        may drop thinking, and a stop string may have cut the text short."""
+        text = self._template.answered(dialog.messages, dialog.tools, dialog.options)
+        ids = (*plan.ids, *dialog.answer_ids)
+        if text is None or self._tokenizer.canonical_ids(ids) != self._tokenizer.canonical_text(text):
+            return None
+        return boundary_keys(plan.space, text, [len(text)])[len(text)], ids
+
+
+class _Chunks:
+    """The chunk messages behind one head, in order; each can be read once."""
+
+    def __init__(self, head: pb.SnapshotHead, messages: AsyncIterator[pb.GenerateOut]) -> None:
+        self._left = head.chunks
+        self._messages = messages
+
+    def __aiter__(self) -> "_Chunks":
+        return self
+
+    async def __anext__(self) -> bytes:
+        if not self._left:
+            raise StopAsyncIteration
+        self._left -= 1
+        return (await anext(self._messages)).chunk.data

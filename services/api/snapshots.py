@@ -1,0 +1,180 @@
+"""Which stored states a prompt can begin with, and which new ones are worth keeping. Owns the choice of boundaries and
+the check of what is found; store.py owns Redis, saving.py the way there, the engine what is in a payload.
+
+A state is found by the *text* it has read, at boundaries that the next request will share: the end of the first turn
+(system prompt and tools), the end of the history before the newest answer, and the end of an answer as the template
+will render it later. The *ids* that were really fed come from the record: text that is tokenised again may give others,
+and a recurrent state fits no others. So a prompt is the record's ids and the tokenised rest of its text.
+
+Nothing is believed: a record counts only if its ids spell the text of the prompt up to the boundary.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from services.api.keys import boundary_keys, space_of
+from services.api.metrics import Metrics
+from services.api.model_folder import ModelFolder
+from services.api.records import Head, Record, RecordMemory
+from services.api.store import Store
+from services.api.templates import Prompt
+from services.rpc import engine_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+MOST_CANDIDATES = 128  # boundaries looked up, the newest; older ones of a long dialog would save too little
+MOST_OFFERS = 3
+
+
+@dataclass(frozen=True)
+class Offer:
+    key: bytes
+    head: Head
+    sendable: bool  # else of use only while the engine still holds it
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A prompt's ids, what it may begin with, and what should be kept of it."""
+
+    ids: tuple[int, ...]
+    offers: tuple[Offer, ...]  # longest first
+    keep: Mapping[int, bytes]  # prompt position -> key of the text before it
+    keep_answer: bool
+    heads_only: bool
+    space: bytes
+
+    def refs(self) -> list[pb.StateRef]:
+        return [
+            pb.StateRef(
+                state_id=o.head.state_id, tokens=o.head.tokens, size_bytes=o.head.size_bytes if o.sendable else 0
+            )
+            for o in self.offers
+        ]
+
+
+class Snapshots:
+    """`store` None: only the engine's hot states are used."""
+
+    def __init__(
+        self, folder: ModelFolder, store: Store | None, memory: RecordMemory, metrics: Metrics, min_tokens: int
+    ) -> None:
+        self._tokenizer = folder.tokenizer
+        self._template = folder.template
+        self._store = store
+        self._memory = memory
+        self._metrics = metrics
+        self._min_tokens = min_tokens
+        metrics.store_available.set_function(lambda: float(self.store_available))
+
+    @property
+    def store_available(self) -> bool:
+        return self._store is not None and self._store.available
+
+    async def plan(self, prompt: Prompt, info: pb.InfoResponse) -> Plan:
+        """Never fails for the store's troubles: then the prompt is read from its first token."""
+        began = time.perf_counter()
+        space = space_of(info.model_fingerprint, info.arithmetic_fingerprint)
+        keys = boundary_keys(space, prompt.text, prompt.boundaries)
+        found = await self._find(prompt, keys)
+        ids, offers = await asyncio.to_thread(self._compose, prompt, found)
+        self._metrics.lookup_s.observe(time.perf_counter() - began)
+        wrong = [offer for offset, offer in found.items() if offset not in offers]
+        await self._forget(wrong)
+        return Plan(
+            ids=tuple(ids),
+            offers=tuple(Offer(keys[offset], offer.head, offer.sendable) for offset, offer in offers.items()),
+            keep=self._choose(prompt, ids, keys, {o for o, offer in offers.items() if offer.sendable}),
+            keep_answer=prompt.history_end is not None,
+            heads_only=not self.store_available,
+            space=space,
+        )
+
+    async def payload(self, plan: Plan, state_id: bytes) -> AsyncIterator[bytes]:
+        """Chunks of the payload the engine asks for; ends early, or at once, if it cannot be had any more."""
+        offer = next((offer for offer in plan.offers if offer.head.state_id == state_id and offer.sendable), None)
+        if offer is None or self._store is None:
+            return
+        began = time.perf_counter()
+        async for chunk in self._store.read(offer.head):
+            self._metrics.snapshot_bytes["sent",].inc(len(chunk))
+            yield chunk
+        self._metrics.send_s.observe(time.perf_counter() - began)
+
+    async def refused(self, plan: Plan, state_id: bytes) -> None:
+        """The engine does not accept this payload: nobody shall be offered it again."""
+        keys = [offer.key for offer in plan.offers if offer.head.state_id == state_id]
+        for key in keys:
+            self._memory.forget(key)
+        if self._store:
+            await self._store.forget(keys, state_id)
+
+    async def _find(self, prompt: Prompt, keys: Mapping[int, bytes]) -> dict[int, "_Found"]:
+        """Offset -> what is known there, longest first: the few that may be offered, and those that would be kept."""
+        newest = sorted(keys, reverse=True)[:MOST_CANDIDATES]
+        ends = [offset for offset in (prompt.history_end, prompt.first_turn_end) if offset is not None]
+        candidates = {offset: keys[offset] for offset in [*newest, *ends]}
+        known = self._memory.find(candidates)
+        heads = {offset: record.head for offset, record in known.items()}
+        if self._store is not None:
+            heads |= await self._store.find({o: key for o, key in candidates.items() if o not in known})
+        longest = sorted(heads, reverse=True)
+        chosen = longest[:MOST_OFFERS] + [o for o in longest[MOST_OFFERS:] if o in ends]
+        if self._store is None:
+            return {offset: _Found(keys[offset], known[offset], False) for offset in chosen}
+        stored = await self._store.fetch([(keys[o], heads[o], known.get(o)) for o in chosen])
+        return {o: _Found(keys[o], s.record, s.sendable) for o, s in zip(chosen, stored, strict=True) if s}
+
+    def _compose(self, prompt: Prompt, found: Mapping[int, "_Found"]) -> tuple[list[int], dict[int, "_Found"]]:
+        """The prompt's ids, and what is found true, longest first. Runs in a thread: long prompts take a while."""
+        ids: list[int] | None = None
+        true: dict[int, _Found] = {}
+        for offset, one in found.items():
+            record = one.record
+            if self._tokenizer.canonical_ids(record.ids) != self._tokenizer.canonical_text(prompt.text[:offset]):
+                continue
+            if ids is None:
+                ids = list(record.ids) + self._tokenizer.encode(prompt.text[offset:])
+            if tuple(ids[: record.head.tokens]) == record.ids[: record.head.tokens]:
+                true[offset] = one
+        return (self._tokenizer.encode(prompt.text) if ids is None else ids), true
+
+    def _choose(
+        self, prompt: Prompt, ids: Sequence[int], keys: Mapping[int, bytes], stored: set[int]
+    ) -> dict[int, bytes]:
+        """Positions whose states are worth keeping and not stored yet."""
+        if prompt.first_turn_end is None or prompt.history_end is None:
+            return {}
+        turn_start = self._tokenizer.added[self._template.turn_tokens[0]].id
+        starts = [position for position, token_id in enumerate(ids) if token_id == turn_start]
+        wanted = {prompt.first_turn_end: starts[1], prompt.history_end: starts[-1]}
+        keep: dict[int, bytes] = {}
+        before = 0
+        for offset, position in sorted(wanted.items()):
+            if position - before >= self._min_tokens:
+                if offset not in stored:
+                    keep[position] = keys[offset]
+                before = position
+        return keep
+
+    async def _forget(self, wrong: Sequence["_Found"]) -> None:
+        for one in wrong:
+            self._metrics.mismatches.inc()
+            self._memory.forget(one.key)
+        if self._store and wrong:
+            log.warning("%d stored records do not fit their text; removed", len(wrong))
+            await self._store.forget([one.key for one in wrong])
+
+
+@dataclass(frozen=True)
+class _Found:
+    key: bytes
+    record: Record
+    sendable: bool
+
+    @property
+    def head(self) -> Head:
+        return self.record.head

@@ -1,0 +1,120 @@
+"""Server-sent events on the wire: headers at once, one `data:` line an event, comments while nothing happens, an error
+as an event. Owns the life of the response: when the client goes away, the source is closed. Knows nothing of chats.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.api.errors import ApiError, ClientGone
+
+log = logging.getLogger(__name__)
+
+PING = b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no proxy may collect events
+
+T = TypeVar("T")
+
+
+def data_line(value: Any) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends what `source` yields, then [DONE]. `on_error` turns a failure of the source into the ApiError to tell;
+    `on_gone` is called if the client left before the end."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        source: AsyncGenerator[Any, None],
+        ping_interval_s: float,
+        on_error: Callable[[Exception], ApiError],
+        on_gone: Callable[[], None],
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self._source = source
+        self._ping_interval_s = ping_interval_s
+        self._on_error = on_error
+        self._on_gone = on_gone
+        self.init_headers(HEADERS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_gone(receive, self._send_all(send))
+        except (ClientGone, OSError):
+            self._on_gone()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        lines = self._lines()
+        try:
+            async for line in lines:
+                await send({"type": "http.response.body", "body": line, "more_body": True})
+        finally:
+            await lines.aclose()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _lines(self) -> AsyncGenerator[bytes, None]:
+        source = with_pauses(self._source, self._ping_interval_s)
+        try:
+            async for value in source:
+                yield PING if value is PAUSE else data_line(value)
+            yield DONE
+        except Exception as error:  # headers are out: the failure has to be told in the stream
+            yield data_line(self._on_error(error).body())
+        finally:
+            await source.aclose()
+
+
+PAUSE = object()
+
+
+async def with_pauses(source: AsyncGenerator[Any, None], interval_s: float) -> AsyncGenerator[Any, None]:
+    """What `source` yields, and PAUSE whenever it yields nothing for `interval_s` (0: never). Closes the source."""
+    upcoming: asyncio.Future[Any] | None = None
+    try:
+        while True:
+            upcoming = asyncio.ensure_future(anext(source))
+            while not upcoming.done():
+                done, _ = await asyncio.wait({upcoming}, timeout=interval_s or None)
+                if not done:
+                    yield PAUSE
+            try:
+                value = upcoming.result()
+            except StopAsyncIteration:
+                return
+            yield value
+    finally:
+        if upcoming is not None and not upcoming.done():
+            upcoming.cancel()
+            await asyncio.wait({upcoming})
+        await source.aclose()
+
+
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; ClientGone, and `work` cancelled, if the client goes away first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone("the client closed the connection")
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.wait({task, gone})
+
+
+async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,69 @@
+"""The api as a real server in a thread, for its tests."""
+
+import asyncio
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from openai import OpenAI
+
+from services.api.__main__ import Server
+from services.api.app import build_app
+from services.api.config import ApiConfig
+
+MODEL_DIR = Path(__file__).parents[2] / "demo"
+
+
+class RunningApi:
+    """The api on a free port, with its event loop in a thread."""
+
+    def __init__(self, config: ApiConfig) -> None:
+        self.app = build_app(config, config.redis_url)
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        self._server = Server(uvicorn.Config(self.app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
+        self.loop: asyncio.AbstractEventLoop | None = None
+        started = threading.Event()
+
+        async def serve() -> None:
+            self.loop = asyncio.get_running_loop()
+            self.loop.call_later(0, started.set)
+            await self._server.serve(sockets=[listening])
+
+        self._thread = threading.Thread(target=lambda: asyncio.run(serve()))
+        self._thread.start()
+        assert started.wait(10)
+        self.client = httpx.Client(base_url=self.url, timeout=20)
+        for _ in range(500):
+            if self._server.started:
+                return
+            threading.Event().wait(0.01)
+        raise AssertionError("the api did not start")
+
+    def openai(self, **options: Any) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=options.pop("api_key", "none"), max_retries=0, **options)
+
+    def saved(self) -> None:
+        """Wait until the snapshots of finished answers are stored."""
+        assert self.loop is not None
+        asyncio.run_coroutine_threadsafe(self.app.state.chats.saving.idle(), self.loop).result(20)
+
+    def metric(self, name: str, **labels: str) -> float:
+        registry = self.app.state.chats.metrics.registry
+        return float(registry.get_sample_value(f"thimble_api_{name}", labels) or 0)
+
+    def chat(self, *messages: Any, **fields: Any) -> Any:
+        """A chat that must succeed: the reply's JSON."""
+        dialog = [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
+        answer = self.client.post("/v1/chat/completions", json={"model": "demo", "messages": dialog, **fields})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def close(self) -> None:
+        self.client.close()
+        self._server.should_exit = True
+        self._thread.join(20)
+        assert not self._thread.is_alive()

@@ -1,0 +1,234 @@
+"""An engine for the api's tests: a real gRPC server that keeps the contract, with a script in place of a model. States
+are the ids they have read; every offer and payload is checked against them. It remembers what it was asked."""
+
+import hashlib
+import queue
+import threading
+import time
+from array import array
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from services.rpc import engine_pb2 as pb
+from services.rpc import engine_pb2_grpc as rpc
+
+CHUNK_BYTES = 1024 * 1024
+MAGIC = b"scripted state "
+VOCABULARY = 4096
+
+
+@dataclass
+class Failure:
+    """How a call fails: before anything, or after so many tokens."""
+
+    status: grpc.StatusCode
+    details: str = "as the test wants it"
+    code: str | None = None
+    after_tokens: int | None = None
+
+
+@dataclass
+class Call:
+    start: pb.Start
+    restored_tokens: int = 0
+    source: str = ""
+    received_bytes: int = 0
+    sent_tokens: int = 0
+    stopped: bool = False
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def executed(self) -> list[int]:
+        return list(self.start.ids[self.restored_tokens :])
+
+
+class ScriptedEngine(rpc.EngineServicer):
+    """`script` is what it answers next; all switches may be changed between requests."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.script: list[int] = []
+        self.failure: Failure | None = None
+        self.token_s = 0.0
+        self.prompt_s = 0.0
+        self.context_tokens = 4096
+        self.fingerprint = "feed" * 8
+        self.payload_bytes = 2 * CHUNK_BYTES + 12345
+        self.keeps_hot = True
+        self.refuses_payloads = False
+        self.hears_stop = True
+        self.hot: dict[bytes, tuple[int, ...]] = {}
+        self.calls: list[Call] = []
+        self._server = grpc.server(ThreadPoolExecutor(32))
+        rpc.add_EngineServicer_to_server(self, self._server)
+        self.health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self._server.start()
+        self.serving(True)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def serving(self, yes: bool) -> None:
+        states = health_pb2.HealthCheckResponse
+        self.health.set("", states.SERVING if yes else states.NOT_SERVING)
+
+    def close(self) -> None:
+        self._server.stop(0).wait(5)
+
+    def state_id(self, ids: tuple[int, ...]) -> bytes:
+        return hashlib.sha256(self.fingerprint.encode() + array("I", ids).tobytes()).digest()[:16]
+
+    def payload(self, ids: tuple[int, ...]) -> bytes:
+        body = MAGIC + self.fingerprint.encode() + array("I", [len(ids), *ids]).tobytes()
+        filling = hashlib.sha256(body).digest()
+        return body + filling * (max(0, self.payload_bytes - len(body)) // len(filling))
+
+    def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoResponse:
+        return pb.InfoResponse(
+            model="demo",
+            model_fingerprint="c0ffee",
+            arithmetic_fingerprint=self.fingerprint,
+            vocab_size=VOCABULARY,
+            context_tokens=self.context_tokens,
+            max_sequences=4,
+            queue_limit=16,
+            device="script",
+            version="0",
+        )
+
+    def Generate(self, requests: Iterator[pb.GenerateIn], context: Any) -> Iterator[pb.GenerateOut]:
+        inbox: queue.Queue[pb.GenerateIn | None] = queue.Queue()
+
+        def read() -> None:
+            try:
+                for message in requests:
+                    inbox.put(message)
+            except Exception:  # cancelled
+                pass
+            inbox.put(None)
+
+        threading.Thread(target=read, daemon=True).start()
+        first = inbox.get(timeout=10)
+        assert first is not None
+        call = Call(first.start)
+        self.calls.append(call)
+        context.add_callback(lambda: call.ended.is_set() or call.cancelled.set())
+        try:
+            if self.failure and self.failure.after_tokens is None:
+                self._fail(context)
+            assert all(0 <= i < VOCABULARY for i in call.start.ids)
+            assert len(call.start.ids) + call.start.max_tokens <= self.context_tokens
+            positions = list(call.start.snapshot_at)
+            assert positions == sorted(set(positions))
+            assert all(0 < position < len(call.start.ids) for position in positions)
+            context.send_initial_metadata(())
+            yield from self._generate(call, inbox, context)
+        finally:
+            if context.is_active():
+                call.ended.set()
+
+    def _generate(self, call: Call, inbox: Any, context: Any) -> Iterator[pb.GenerateOut]:
+        start, ids = call.start, tuple(call.start.ids)
+        yield from self._restore(call, inbox)
+        yield pb.GenerateOut(progress=pb.Progress(done_tokens=call.restored_tokens, total_tokens=len(ids)))
+        self._wait(self.prompt_s, context)
+        answer: list[int] = []
+        reason = pb.Finish.LENGTH
+        for token_id in [*self.script, *start.stop_ids[:1]]:
+            if self.failure and self.failure.after_tokens == len(answer):
+                self._fail(context)
+            self._wait(self.token_s, context)
+            if call.stopped or (self.hears_stop and self._stop_asked(inbox)):
+                call.stopped, reason = True, pb.Finish.STOP
+                break
+            answer.append(token_id)
+            yield pb.GenerateOut(token=pb.Token(id=token_id))
+            call.sent_tokens += 1
+            if token_id in start.stop_ids:
+                reason = pb.Finish.STOP
+                break
+            if len(answer) == start.max_tokens:
+                break
+        yield pb.GenerateOut(
+            finish=pb.Finish(
+                reason=reason,
+                prompt_tokens=len(ids),
+                cached_tokens=call.restored_tokens,
+                executed_tokens=len(ids) - call.restored_tokens,
+                generated_tokens=len(answer),
+                queue_s=0.001,
+                prefill_s=0.25,
+                decode_s=0.5,
+            )
+        )
+        at = [position for position in start.snapshot_at if position > call.restored_tokens]
+        states = [ids[:position] for position in at]
+        if start.snapshot_answer and answer:
+            states.append((*ids, *answer[:-1]))
+        for state in states:
+            yield from self._snapshot(state, start.heads_only)
+
+    def _restore(self, call: Call, inbox: Any) -> Iterator[pb.GenerateOut]:
+        ids = tuple(call.start.ids)
+        for ref in call.start.offers:
+            assert ref.state_id == self.state_id(ids[: ref.tokens]), "an offer's state has not read this prompt's ids"
+        for ref in call.start.offers:
+            if ref.state_id in self.hot:
+                call.restored_tokens, call.source = ref.tokens, "HOT"
+                yield pb.GenerateOut(restore=pb.Restore(source=pb.Restore.HOT, state=ref))
+                return
+            if ref.size_bytes:
+                yield pb.GenerateOut(restore=pb.Restore(source=pb.Restore.SEND, state=ref))
+                data = b""
+                while len(data) < ref.size_bytes and (message := inbox.get(timeout=10)) is not None:
+                    data += message.chunk.data
+                call.received_bytes = len(data)
+                good = data == self.payload(ids[: ref.tokens]) and not self.refuses_payloads
+                call.source = "SENT" if good else "REFUSED"
+                call.restored_tokens = ref.tokens if good else 0
+                source = pb.Restore.SENT if good else pb.Restore.REFUSED
+                yield pb.GenerateOut(
+                    restore=pb.Restore(source=source, state=ref, reason="" if good else "not my bytes")
+                )
+                return
+        call.source = "NONE"
+        yield pb.GenerateOut(restore=pb.Restore(source=pb.Restore.NONE))
+
+    def _snapshot(self, ids: tuple[int, ...], head_only: bool) -> Iterator[pb.GenerateOut]:
+        data = self.payload(ids)
+        ref = pb.StateRef(state_id=self.state_id(ids), tokens=len(ids), size_bytes=len(data))
+        if self.keeps_hot:
+            self.hot[ref.state_id] = ids
+        chunks = [] if head_only else [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
+        yield pb.GenerateOut(snapshot=pb.SnapshotHead(state=ref, chunks=len(chunks)))
+        for index, chunk in enumerate(chunks):
+            yield pb.GenerateOut(chunk=pb.SnapshotChunk(index=index, data=chunk))
+
+    def _stop_asked(self, inbox: Any) -> bool:
+        try:
+            message = inbox.get_nowait()
+        except queue.Empty:
+            return False
+        return message is not None and message.WhichOneof("message") == "stop"
+
+    def _wait(self, seconds: float, context: Any) -> None:
+        until = time.monotonic() + seconds
+        while context.is_active() and time.monotonic() < until:
+            time.sleep(0.005)
+        if not context.is_active():
+            raise RuntimeError("cancelled")
+
+    def _fail(self, context: Any) -> None:
+        failure, self.failure = self.failure, None
+        assert failure is not None
+        if failure.code:
+            context.set_trailing_metadata((("thimble-code", failure.code),))
+        context.abort(failure.status, failure.details)
