@@ -48,12 +48,13 @@ class Texts:
     def windows(self, path: Path) -> Iterator[Window]:
         """Raises TextError if the file cannot be read or a line of it is neither a text nor a chat."""
         for number, record in enumerate(_records(path), start=1):
-            if isinstance(record.get("text"), str):
-                yield from self._document(record["text"])
-            elif isinstance(record.get("messages"), list):
-                yield from self._chat(record["messages"])
+            text, messages = (record.get(key) if isinstance(record, dict) else None for key in ("text", "messages"))
+            if isinstance(text, str):
+                yield from self._document(text)
+            elif isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages):
+                yield from self._chat(messages)
             else:
-                raise TextError(f"{path}, record {number}: has neither text nor messages")
+                raise TextError(f"{path}, record {number}: has neither text nor messages with roles")
 
     def _document(self, text: str) -> Iterator[Window]:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
@@ -83,7 +84,7 @@ class Texts:
             yield Window(ids, scored, size)
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
+def _records(path: Path) -> Iterator[Any]:
     try:
         if path.suffix == ".txt":
             yield {"text": path.read_text(encoding="utf-8")}

@@ -1,6 +1,5 @@
 """Checkpoints as they come: both published styles, every format, and what is wrong named with its tensor."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from vectors import tiny_checkpoint
 
@@ -209,20 +207,6 @@ def test_a_scalar_may_have_one_dimension(tmp_path: Path) -> None:
 
 
 def test_an_unquantised_checkpoint_is_one_too(tmp_path: Path) -> None:
-    """BF16 alone, as the quantizer takes it."""
-    folder = tiny_checkpoint.write(tmp_path / "c")
-    checkpoint = Checkpoint.open(folder)
-    values: Tensors = {}
-    for name, entry in checkpoint.tensors.items():
-        linear, _, suffix = name.rpartition(".")
-        if linear not in checkpoint.formats:
-            values[entry.name] = entry.read()
-        elif suffix == "weight":
-            values[entry.name] = (
-                read_linear(checkpoint.tensors, linear, checkpoint.formats[linear]).dequantise().bfloat16()
-            )
-    save_file(values, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]
-    (folder / "config.json").write_text(json.dumps(config))
-    assert set(Checkpoint.open(folder).formats.values()) == {"BF16"}
+    checkpoint = Checkpoint.open(tiny_checkpoint.write_unquantised(tmp_path / "c"))
+    assert set(checkpoint.formats.values()) == {"BF16"}
+    assert set(checkpoint.formats) == set(tiny_checkpoint.language_model(seed=0)[1])

@@ -63,6 +63,10 @@ QUANTISED = {
     "lm_head": "W4A16_NVFP4",
 }
 
+WORDS = ["system", "user", "assistant", "<end>", "one", "two", "three", "four", "five", "and", "is", "more"]
+TEMPLATE = """{% for m in messages %}{{ m.role }} {{ m.content }} <end>
+{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"""
+
 
 def write(
     folder: Path,
@@ -106,6 +110,31 @@ def write(
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": quant}))
     _save(folder, tensors, shards=1 if style == "3-super" else 3)
+    return folder
+
+
+def write_unquantised(folder: Path, seed: int = 0) -> Path:
+    """The same shapes in BF16 alone, flat config, with a tokenizer of a few words and a plain template."""
+    folder.mkdir(parents=True)
+    random = torch.Generator().manual_seed(seed)
+    language, formats = language_model(seed)
+    tensors = {_body(name): value for name, value in language.items() if name.rpartition(".")[0] not in formats}
+    for name in formats:
+        rows, columns = language[f"{name}.weight"].shape
+        columns *= 2 if language[f"{name}.weight"].dtype == torch.uint8 else 1
+        tensors[_body(f"{name}.weight")] = _linear(rows, columns, "BF16", random)["weight"]
+    tensors = {name: value for name, value in tensors.items() if not name.endswith(("k_scale", "v_scale"))}
+    save_file(tensors, folder / "model.safetensors")
+    names = {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h"}
+    (folder / "config.json").write_text(json.dumps({**names, "hybrid_override_pattern": PATTERN, **SIZES}))
+    vocabulary = {word: i for i, word in enumerate(["<unk>", *WORDS])}
+    tokenizer = {
+        "version": "1.0",
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 
