@@ -29,8 +29,8 @@ Key = tuple[str, ...]  # a series' label values, in the order in which its label
 class Metrics:
     """Counters and gauges of one engine. A metric with labels is a dict from label values to series."""
 
-    def __init__(self, info: Info, experts: Experts) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, info: Info, experts: Experts, registry: CollectorRegistry) -> None:
+        self.registry = registry
         self._model = info.model
         self._experts = experts
         self._seen = experts.counters()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
+from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from services.engine.engine import Engine, Handle
@@ -178,7 +179,7 @@ def toy(
     pool = PagePool(config, pages)
     payloads = PayloadFormat(config, info.model_fingerprint, info.arithmetic_fingerprint)
     hot = HotStates(payloads, info.arithmetic_fingerprint, hot_bytes)
-    metrics = Metrics(info, experts)
+    metrics = Metrics(info, experts, CollectorRegistry())
     scheduler = Scheduler(model, pool, hot, metrics, info.max_sequences, chunk_tokens)
     engine = Engine(info, scheduler, experts)
     try:

@@ -1,0 +1,139 @@
+"""What this engine will use of this machine, worked out before anything is loaded: threads, slots, pages, bytes.
+
+Resolves every setting that was left automatic, prints the ledger, and refuses what does not fit. Owns no memory.
+"""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.engine.config import EngineConfig, variable
+from services.engine.errors import MemoryPlanError
+from services.engine.experts.store import Store
+from services.engine.model_config import ModelConfig
+from services.engine.pages import PAGE_TOKENS, page_bytes, pages_for
+from services.engine.state import state_bytes
+from services.engine.weights import dense_tensors
+
+GB = 1_000_000_000
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`available_bytes` of RAM that can be had without swapping; `cores` that this process may use."""
+
+    available_bytes: int
+    cores: int
+
+    @staticmethod
+    def here() -> "Machine":
+        available_bytes = next(
+            int(line.split()[1]) * 1024 for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:")
+        )
+        limit_bytes, used_bytes = (_cgroup_number(name) for name in ("memory.max", "memory.current"))
+        if limit_bytes is not None and used_bytes is not None:  # a container's own limit
+            available_bytes = min(available_bytes, max(0, limit_bytes - used_bytes))
+        return Machine(available_bytes, len(os.sched_getaffinity(0)))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The sizes in force. `slots` of the model's `blocks` have a place in RAM at a time."""
+
+    workers: int
+    readers: int
+    context_tokens: int
+    slots: int
+    blocks: int
+    pages: int
+    hot_bytes: int
+    ledger: tuple[tuple[str, int], ...]  # what takes how many bytes of RAM
+    available_bytes: int
+
+    @property
+    def rows(self) -> list[tuple[str, int]]:
+        """The ledger, its sum, and what there is."""
+        return [*self.ledger, ("in all", sum(size for _, size in self.ledger)), ("available", self.available_bytes)]
+
+    def __str__(self) -> str:
+        head = f"{self.workers} workers, {self.readers} readers, context of {self.context_tokens} tokens; RAM:"
+        return "\n".join([head, *(f"  {size / GB:9.3f} GB  {name}" for name, size in self.rows)])
+
+
+def make_plan(config: EngineConfig, store: Store, machine: Machine) -> Plan:
+    """Raises MemoryPlanError, which says what to change, if the settings do not fit the model or the machine."""
+    model = store.config
+    context_tokens, pages = _context_and_pages(config, model)
+    hot_bytes = int(config.hot_states_gb * GB)
+    rest = (
+        ("dense weights, float32", dense_bytes(model)),
+        (f"KV, {pages} pages of {PAGE_TOKENS} tokens", pages * page_bytes(model)),
+        (f"states of {config.max_sequences} sequences", config.max_sequences * state_bytes(model)),
+        ("hot states, at most", hot_bytes),
+    )
+    room_bytes = machine.available_bytes - sum(size for _, size in rest)
+    slots, blocks = _slots(config, store, room_bytes), sum(map(len, store.blocks))
+    experts = (f"experts, {slots} of {blocks} blocks", slots * store.layout.block_bytes)
+    plan = Plan(
+        workers=config.workers or max(1, machine.cores - 2),
+        readers=config.readers,
+        context_tokens=context_tokens,
+        slots=slots,
+        blocks=blocks,
+        pages=pages,
+        hot_bytes=hot_bytes,
+        ledger=(experts, *rest),
+        available_bytes=machine.available_bytes,
+    )
+    if experts[1] > room_bytes:
+        names = ", ".join(variable(name) for name in ("expert_cache_gb", "kv_gb", "hot_states_gb", "max_sequences"))
+        sizes = ", ".join(f"{name} {size / GB:.3f} GB" for name, size in plan.rows)
+        raise MemoryPlanError(f"the engine does not fit into this machine's memory: {sizes}; lower {names}")
+    return plan
+
+
+def dense_bytes(model: ModelConfig) -> int:
+    """Of every tensor but the routed experts, as float32: what the CPU engine keeps."""
+    expected = dense_tensors(model)
+    return 4 * sum(math.prod(shape) for part in (expected.linears, expected.plain) for shape in part.values())
+
+
+def _context_and_pages(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:
+    """Prompt and answer of one request must fit the pages; more pages than all sequences can use are not taken."""
+    pages = int(config.kv_gb * GB / max(1, page_bytes(model)))
+    held_tokens = pages * PAGE_TOKENS
+    if config.context_tokens > held_tokens or not pages:
+        needed_gb = pages_for(config.context_tokens or 1) * page_bytes(model) / GB
+        raise MemoryPlanError(
+            f"{variable('kv_gb')}={config.kv_gb} holds {held_tokens} tokens, a context of {config.context_tokens or 1} "
+            f"needs {needed_gb:.3f}: raise it or lower {variable('context_tokens')}"
+        )
+    context_tokens = config.context_tokens or min(model.context_tokens, held_tokens)
+    return context_tokens, min(pages, config.max_sequences * pages_for(context_tokens))
+
+
+def _slots(config: EngineConfig, store: Store, room_bytes: int) -> int:
+    """At most one for every block, at least what one token needs of one layer."""
+    blocks, block_bytes, least = sum(map(len, store.blocks)), store.layout.block_bytes, store.config.experts_per_token
+    if not config.expert_slots and not config.expert_cache_gb:
+        return min(blocks, max(least, room_bytes // 2 // block_bytes))
+    slots = config.expert_slots or int(config.expert_cache_gb * GB / block_bytes)
+    if slots < least:
+        chosen = "expert_slots" if config.expert_slots else "expert_cache_gb"
+        raise MemoryPlanError(
+            f"{variable(chosen)}={getattr(config, chosen)} holds {slots} expert blocks, a token needs {least} at once: "
+            f"set it to at least {least if config.expert_slots else f'{least * block_bytes / GB:.6f}'}"
+        )
+    return min(slots, blocks)
+
+
+def _cgroup_number(name: str) -> int | None:
+    """None if there is no such limit ("max") or no control group."""
+    try:
+        text = (CGROUP / name).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
