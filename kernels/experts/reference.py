@@ -10,7 +10,7 @@ Sums are sums of integers, exact in any order, so that no split, tile, thread co
     T[j] = sum_n code(j,n) * scale(j, n/16) * hq[n]         y[j] = float32(T[j]) * float32(down_scale * 2^-(f+10))
     out[j] = float32(sum in router-rank order of double(w_k) * double(y_k[j]))
 
-|S| < 12 * 2^18 * 2^15 * latent and |T| < the same * width: below 2^53 up to MOST_INPUTS, so int64 and double both hold
+|S| < 12 * 2^18 * 2^15 * latent and |T| < the same * width: below 2^51 up to MOST_INPUTS, so int64 and double both hold
 every partial sum. A product of two float32 is exact in double, so fusing the multiply and add changes nothing.
 A NaN or Inf in x, or an h that overflows, makes the token's whole output NaN. Subnormals are kept, never flushed.
 """
@@ -26,7 +26,7 @@ from torch import Tensor
 from kernels.block import GROUP, BlockLayout
 from kernels.nvfp4.reference import E2M1, unpack_codes
 
-MOST_INPUTS = 65536  # of one sum: 12 * 448 * 2^9 * 32767 * 65536 < 2^53
+MOST_INPUTS = 16384  # of one sum: 12 * 448 * 2^9 * 32767 * 16384 < 2^51
 INT16_LIMIT = 32767
 SMALLEST_NORMAL = 2.0**-126
 # Keeps every power of two an ordinary float32; a vector whose largest value is below 2^-65 loses precision, not order.

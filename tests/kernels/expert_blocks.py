@@ -1,5 +1,6 @@
 """Random experts for tests: packed blocks with every code, scale and extreme that the format allows."""
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ class PackedExpert:
     up_scale: float
     down_scale: float
 
-    @property
+    @functools.cached_property
     def unpacked(self) -> Expert:
         return unpack_expert(self.block, self.layout, self.up_scale, self.down_scale)
 

@@ -70,8 +70,12 @@ def test_where_the_code_is_read_only_the_users_cache_is_used(
 def test_processes_that_build_at_once_agree(tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels/one.cpp").write_text('extern "C" int one() { return 1; }\n')
-    code = f"import pathlib; from kernels import build; build.ROOT = pathlib.Path({str(tmp_path)!r}); print(build.library())"
-    processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    code = (
+        "import pathlib, sys; from kernels import build; build.ROOT = pathlib.Path(sys.argv[1]); print(build.library())"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
     answers = {process.communicate()[0] for process in processes}
     assert len(answers) == 1
     assert all(process.returncode == 0 for process in processes)

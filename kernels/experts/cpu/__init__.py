@@ -1,0 +1,1 @@
+"""The exact integer sums of an expert in C++, one implementation per instruction set."""
