@@ -116,7 +116,8 @@ class ChatTemplate:
     def _protect_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         protected: dict[str, Any] = self._protect(message)
         content = message.get("content")
-        if message.get("role") == "assistant" and isinstance(content, str) and THINK_CLOSE in content:
+        may_be_tagged = message.get("role") == "assistant" and message.get("reasoning_content") is None
+        if may_be_tagged and isinstance(content, str) and THINK_CLOSE in content:
             # Clients that send thinking back inside the content mean the tags: templates cut there.
             before, _, after = content.partition(THINK_CLOSE)
             lead, opening, inside = before.rpartition(THINK_OPEN)
