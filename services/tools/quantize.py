@@ -68,6 +68,9 @@ def quantize(
 
     An expert that no calibration token reached takes its layer's largest value, as it may see the same inputs.
     """
+    for name, found in source.formats.items():
+        if found not in FLOATS:
+            raise CheckpointError(f"tensor {name}.weight: is {found} already; give an unquantized checkpoint")
     formats = {name: algorithm(name) for name in source.formats}
     tensors: dict[str, Tensor] = {}
     modules: dict[str, Algorithm] = {}
@@ -78,8 +81,6 @@ def quantize(
         if form is None:
             tensors[entry.name] = entry.read()
             continue
-        if entry.dtype not in FLOATS:
-            raise CheckpointError(f"tensor {entry.name}: is {entry.dtype} already; give an unquantized checkpoint")
         largest, own = _largest_input(linear, inputs)
         borrowed += not own
         name = entry.name.removesuffix(".weight")

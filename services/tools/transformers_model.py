@@ -40,7 +40,7 @@ def load(checkpoint: Checkpoint) -> Any:
     for layer in model.model.layers:
         if hasattr(layer.mixer, "time_step_limit"):
             layer.mixer.time_step_limit = (0.0, float("inf"))
-    model.eval()  # type: ignore[no-untyped-call]
+    model.requires_grad_(False).eval()  # type: ignore[no-untyped-call]
     return model
 
 
