@@ -94,11 +94,11 @@ def _make(source: Checkpoint, folder: Path, journal: IO[bytes], key: str, say: C
             say(f"{count} {what} tensors are left out of the store")
     _write_experts(source, experts_path, journal, blocks)
     dense = _write_dense(source, folder / layout.DENSE)
-    for name in layout.TEXT_FILES:
-        if (source.folder / name).exists():
-            shutil.copyfile(source.folder / name, folder / name)
-        else:
-            say(f"note: the checkpoint has no {name}; the api cannot serve the store without a tokenizer and template")
+    absent = [name for name in layout.TEXT_FILES if not (source.folder / name).exists()]
+    if absent:
+        say(f"note: the checkpoint has no {', '.join(absent)}; the api cannot serve a store without them")
+    for name in set(layout.TEXT_FILES) - set(absent):
+        shutil.copyfile(source.folder / name, folder / name)
     count = source.config.experts
     by_layer = [blocks[i : i + count] for i in range(0, len(blocks), count)]
     described = {"folder": source.folder.resolve().name, "architecture": source.architecture, "key": key}
@@ -139,9 +139,14 @@ def _write_experts(source: Checkpoint, experts_path: Path, journal: IO[bytes], b
         layer, expert = divmod(number, config.experts)
         return _pack_expert(source, config.moe_layers[layer], expert, number * block_bytes)
 
+    def start(first: int) -> Iterator[tuple[Bytes, Block]]:
+        return pool.map(pack, range(first, min(total, first + batch)))
+
     with experts_path.open("ab") as file, ThreadPoolExecutor(os.cpu_count()) as pool:
+        under_way = start(len(blocks))
         while len(blocks) < total:
-            packed = list(pool.map(pack, range(len(blocks), min(total, len(blocks) + batch))))
+            packed = list(under_way)
+            under_way = start(len(blocks) + len(packed))  # while this batch goes to the disk
             for data, _ in packed:
                 file.write(data.data)
             # The order is the promise of the journal: a batch it lists is on the disk.
