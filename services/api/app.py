@@ -20,7 +20,7 @@ from services.api.metrics import Metrics
 from services.api.middleware import REQUEST_ID, Guarded, Observed, error_response
 from services.api.model_folder import ModelFolder, load_model_folder
 from services.api.records import RecordMemory
-from services.api.routes import router, to_api_error
+from services.api.routes import router
 from services.api.saving import Saving
 from services.api.snapshots import Snapshots
 from services.api.store import Store
@@ -60,18 +60,19 @@ def build_app(config: ApiConfig, redis_url: str) -> FastAPI:
     app.state.ping_interval_s = config.ping_interval_s
 
     def told(error: Exception) -> ApiError:
-        found = to_api_error(error)
+        """What a client is told of any failure; of our own bugs no more than that there was one."""
+        found = (
+            error if isinstance(error, ApiError) else ApiError("something went wrong inside the server; see its log")
+        )
         metrics.errors[found.code,].inc()
         if found is not error:
             log.error("a request failed by our own fault", exc_info=error)
+        elif found.status >= 500:
+            log.warning("%s", found, extra={EXTRA: {"code": found.code}})
         return found
 
     async def api_error(request: Request, error: Exception) -> Response:
-        found = told(error)
-        if found.status >= 500:
-            fields = {"request_id": getattr(request.state, "request_id", ""), "code": found.code}
-            log.warning("%s", found, extra={EXTRA: fields})
-        return error_response(found)
+        return error_response(told(error))
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -89,7 +90,6 @@ def build_app(config: ApiConfig, redis_url: str) -> FastAPI:
     app.state.on_error = told
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(Exception, api_error)
     # The last one added is the outermost.
     app.add_middleware(Guarded, api_key=api_key, max_body_bytes=config.max_body_bytes, metrics=metrics)
     if config.cors_origin_list:
@@ -100,7 +100,7 @@ def build_app(config: ApiConfig, redis_url: str) -> FastAPI:
             allow_headers=["*"],
             expose_headers=[REQUEST_ID, "Retry-After"],
         )
-    app.add_middleware(Observed, metrics=metrics)
+    app.add_middleware(Observed, metrics=metrics, on_error=told)
     return app
 
 

@@ -7,6 +7,7 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -29,11 +30,13 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 class Observed:
-    """Outermost: request id, log line, counts."""
+    """Outermost: request id, log line, counts, and an answer where our own code failed. `on_error` turns any failure
+    into the error to tell."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, on_error: Callable[[Exception], ApiError]) -> None:
         self._app = app
         self._metrics = metrics
+        self._on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,6 +57,10 @@ class Observed:
 
         try:
             await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            found = self._on_error(error)
+            if status == 499:
+                await error_response(found)(scope, receive, send_with_id)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.http.labels(route, scope["method"], str(status)).inc()
@@ -99,7 +106,8 @@ class Guarded:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > self._max_body_bytes:
-                await _drain(receive)
+                if message.get("more_body", False):
+                    await _drain(receive)
                 raise self._too_large()
             return message
 

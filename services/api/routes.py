@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from services.api.chat import Answer, Chats, Done
-from services.api.errors import ApiError, ClientGone, EngineFailed, EngineLost, InvalidRequest, NotFound
+from services.api.errors import ClientGone, EngineFailed, EngineLost, InvalidRequest
 from services.api.model_folder import model_ids, thinks
 from services.api.replies import ChatReply
 from services.api.schemas import ChatRequest, parse_json, validate
@@ -124,21 +124,9 @@ async def metrics(request: Request) -> Response:
     return Response(generate_latest(chats.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.api_route("/v1/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"], include_in_schema=False)
-async def nothing_here(request: Request, path: str) -> Response:
-    raise NotFound(f"there is no {request.method} /v1/{path} on this server")
-
-
 async def read_json(request: Request) -> Any:
     """The body. Only with its own content type: a page in a browser can post others here without being asked."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise InvalidRequest("send the body as JSON with the header Content-Type: application/json")
     return parse_json(await request.body())
-
-
-def to_api_error(error: Exception) -> ApiError:
-    """What a client is told of any failure; of our own bugs no more than that there was one."""
-    return (
-        error if isinstance(error, ApiError) else ApiError("something went wrong inside the server; its log says more")
-    )

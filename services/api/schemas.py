@@ -3,6 +3,7 @@ engine is decided in chat.py. Unknown fields are ignored; wrong types are an Inv
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -51,6 +52,9 @@ class Part(BaseModel):
     model_config = ConfigDict(strict=True)
     type: str
     text: str = ""
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def _join_parts(content: Any) -> Any:
@@ -239,6 +243,7 @@ def validate(kind: type[Body], data: Any) -> Body:
     """Raises InvalidRequest or Unsupported for the first thing that is wrong, with the field's name."""
     if not isinstance(data, dict):
         raise InvalidRequest("the body must be a JSON object")
+    _check_text(data)
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -246,6 +251,21 @@ def validate(kind: type[Body], data: Any) -> Body:
         param = _param(kind, first["loc"], first.get("ctx") or {})
         message = first["msg"] if first["msg"].startswith(param) else f"{param}: {first['msg']}"
         raise (Unsupported if first["type"] == "unsupported" else InvalidRequest)(message, param or None) from error
+
+
+def _check_text(data: Any) -> None:
+    """JSON can write half of a surrogate pair, which is no text: tokenizers and templates fail on it in odd ways."""
+    left: list[tuple[str, Any]] = [("", data)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, str):
+            if not value.isascii() and _SURROGATE.search(value):
+                raise InvalidRequest(f"{path}: half of a surrogate pair is not text", path)
+        elif isinstance(value, list):
+            left += [(f"{path}[{index}]", inner) for index, inner in enumerate(value)]
+        elif isinstance(value, dict):
+            left += [(path, key) for key in value]
+            left += [(f"{path}.{key}" if path else key, inner) for key, inner in value.items()]
 
 
 def _param(kind: type[BaseModel], loc: tuple[int | str, ...], context: Mapping[str, Any]) -> str:
