@@ -12,7 +12,8 @@ One layer is four launches, all with fixed grids so that a CUDA graph can hold t
     combine  token, tile of outputs  -> out float32, added in router-rank order over GPU and CPU results
 
 An *item* is one expert that this GPU computes, for all tokens of the batch at once (a token that did not choose the
-expert costs arithmetic but no bytes; nothing reads its result).
+expert costs arithmetic but no bytes; nothing reads its result). A launch covers the items from `first` on, so that some
+can be computed while the bytes of others are still on their way.
 """
 
 import triton
@@ -85,6 +86,7 @@ def quantise_kernel(x, xq, factor, LATENT: tl.constexpr):
 
 @triton.jit
 def up_kernel(
+    first,
     table,
     count,
     scale_2,
@@ -103,7 +105,7 @@ def up_kernel(
     [items, 2], theirs.
     A group of 16 codes is one 64-bit word, so a word's dot product stays inside one thread.
     """
-    item = tl.program_id(1)
+    item = first + tl.program_id(1)
     if item < tl.load(count):
         groups: tl.constexpr = LATENT // 16
         base = tl.load(table + item * 2)
@@ -134,6 +136,7 @@ def up_kernel(
 
 @triton.jit
 def alive_kernel(
+    first,
     count,
     scale_2,
     h,
@@ -146,7 +149,7 @@ def alive_kernel(
     TOKENS: tl.constexpr,
 ):
     """Quantises h to hq int16 and lists the groups with an alive neuron for any token, in ascending order."""
-    item = tl.program_id(0)
+    item = first + tl.program_id(0)
     if item < tl.load(count):
         groups: tl.constexpr = WIDTH // 16
         group = tl.arange(0, GROUPS_PADDED)
@@ -173,6 +176,7 @@ def alive_kernel(
 
 @triton.jit
 def down_kernel(
+    first,
     table,
     count,
     hq,
@@ -193,7 +197,7 @@ def down_kernel(
     group: the published method, kept to be measured against.
     """
     split = tl.program_id(0)
-    item = tl.program_id(1)
+    item = first + tl.program_id(1)
     if item < tl.load(count):
         half: tl.constexpr = LATENT // 2
         base = tl.load(table + item * 2 + 1)
@@ -240,7 +244,7 @@ def combine_kernel(
 ):
     """out[token] = sum over ranks, in rank order, of weight * y, in float64 whose products are exact; one rounding.
 
-    source int32 [TOKENS, TOP_K]: item number of a result computed here, or -1 for row [token, rank] of host_y.
+    source int32 [TOKENS, TOP_K]: item number of a result computed here, or -1 - n for row n of host_y.
     """
     token = tl.program_id(1)
     half: tl.constexpr = LATENT // 2
@@ -251,7 +255,7 @@ def combine_kernel(
         item = tl.load(source + token * TOP_K + rank)
         weight = tl.load(weights + token * TOP_K + rank).to(tl.float64)
         if item < 0:
-            y = tl.load(host_y + (token * TOP_K + rank) * LATENT + output)
+            y = tl.load(host_y + (-1 - item) * LATENT + output)
         else:
             sums = tl.zeros([TILE], tl.int64)
             first = partial + (item * TOKENS + token) * SPLITS * LATENT + column

@@ -47,7 +47,7 @@ class ExpertStep:
     Inputs: x float32 [tokens, latent]; weights float32 [tokens, top_k]; host_y float32 [tokens, top_k, latent], results
     of other devices; and the plan, one int64 tensor with these views: count int32 [1], how many items; table int64
     [items, 2], addresses (device or page-locked host memory) of the blocks that `up` and `down` are read from; scale_2
-    float32 [items, 2]; source int32 [tokens, top_k], an item number, or -1 for host_y.
+    float32 [items, 2]; source int32 [tokens, top_k], an item number, or -1 - n for row n of host_y.
     Output: out float32 [tokens, latent].
     """
 
@@ -76,7 +76,7 @@ class ExpertStep:
         self.table = words[1].view(self.items, 2)
         self.scale_2 = words[2].view(torch.float32).view(self.items, 2)
         self.source = words[3].view(torch.int32)[: self.tokens * self.top_k].view(self.tokens, self.top_k)
-        self.host_y = new(self.tokens, self.top_k, latent, dtype=torch.float32)
+        self.host_y = new(self.tokens * self.top_k, latent, dtype=torch.float32)
         self.out = new(self.tokens, latent, dtype=torch.float32)
         self.xq = new(self.tokens, latent, dtype=torch.int16)
         self.x_factor = new(self.tokens, dtype=torch.float32)
@@ -90,16 +90,21 @@ class ExpertStep:
     def launch(self, whole_groups: bool = False) -> None:
         """Queue the whole step on the current stream."""
         self.launch_quantise()
-        self.launch_up()
-        self.launch_alive()
-        self.launch_down(whole_groups)
+        self.launch_items(0, self.items, whole_groups)
         self.launch_combine()
+
+    def launch_items(self, first: int, items: int, whole_groups: bool = False) -> None:
+        """The experts of `items` items from `first` on; later ones may still be on their way."""
+        self.launch_up(first, items)
+        self.launch_alive(first, items)
+        self.launch_down(first, items, whole_groups)
 
     def launch_quantise(self) -> None:
         decode.quantise_kernel[(self.tokens,)](self.x, self.xq, self.x_factor, LATENT=self.layout.latent)
 
-    def launch_up(self, tile: int = UP_TILE, warps: int = 4) -> None:
-        decode.up_kernel[(triton.cdiv(self.layout.width, tile), self.items)](
+    def launch_up(self, first: int, items: int, tile: int = UP_TILE, warps: int = 4) -> None:
+        decode.up_kernel[(triton.cdiv(self.layout.width, tile), items)](
+            first,
             self.table,
             self.count,
             self.scale_2,
@@ -114,8 +119,9 @@ class ExpertStep:
             num_warps=warps,
         )
 
-    def launch_alive(self) -> None:
-        decode.alive_kernel[(self.items,)](
+    def launch_alive(self, first: int, items: int) -> None:
+        decode.alive_kernel[(items,)](
+            first,
             self.count,
             self.scale_2,
             self.h,
@@ -129,8 +135,9 @@ class ExpertStep:
             num_warps=4,
         )
 
-    def launch_down(self, whole_groups: bool = False, warps: int = 4) -> None:
-        decode.down_kernel[(DOWN_SPLITS, self.items)](
+    def launch_down(self, first: int, items: int, whole_groups: bool = False, warps: int = 4) -> None:
+        decode.down_kernel[(DOWN_SPLITS, items)](
+            first,
             self.table,
             self.count,
             self.hq,

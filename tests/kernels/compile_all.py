@@ -26,7 +26,7 @@ KERNELS = [
     *[
         (
             decode.up_kernel,
-            "table:*i64 count:*i32 scale_2:*fp32 xq:*i16 x_factor:*fp32 h:*fp32",
+            "first:i32 table:*i64 count:*i32 scale_2:*fp32 xq:*i16 x_factor:*fp32 h:*fp32",
             SIZES | {"UP_SCALES": LAYOUT.up_scales, "TOKENS": tokens, "TILE": decode_step.UP_TILE},
             4,
         )
@@ -34,14 +34,14 @@ KERNELS = [
     ],
     (
         decode.alive_kernel,
-        "count:*i32 scale_2:*fp32 h:*fp32 hq:*i16 touched:*i32 touched_count:*i32 y_factor:*fp32",
+        "first:i32 count:*i32 scale_2:*fp32 h:*fp32 hq:*i16 touched:*i32 touched_count:*i32 y_factor:*fp32",
         {"WIDTH": 2688, "GROUPS_PADDED": 256, "TOKENS": 4},
         4,
     ),
     *[
         (
             decode.down_kernel,
-            "table:*i64 count:*i32 hq:*i16 touched:*i32 touched_count:*i32 partial:*i64",
+            "first:i32 table:*i64 count:*i32 hq:*i16 touched:*i32 touched_count:*i32 partial:*i64",
             SIZES
             | {
                 "DOWN_VALUES": LAYOUT.down_values,

@@ -60,10 +60,10 @@ class Layer:
         step.weights.copy_(self.weights)
         for token in range(tokens):
             for rank, id in enumerate(self.ids[token].tolist()):
-                step.source[token, rank] = items.index(id) if id in items else -1
+                step.source[token, rank] = items.index(id) if id in items else -1 - token * TOP_K - rank
                 if id not in items and torch.isfinite(self.x[token]).all():
                     y, overflowed = reference.apply_expert(self.x[token : token + 1], self.expert(id))
-                    step.host_y[token, rank] = torch.nan if overflowed.any() else y[0]
+                    step.host_y[token * TOP_K + rank] = torch.nan if overflowed.any() else y[0]
         step.launch(whole_groups)
         return step.out.cpu()
 
