@@ -209,7 +209,7 @@ class Answer:
                 yield delta
             done = self._done(finish, cut)
             if finish is not None:
-                self._hand_over()
+                self._hand_over(finish)
                 handed_over = True
             yield done
         finally:
@@ -285,13 +285,13 @@ class Answer:
         metrics.e2e.observe(time.perf_counter() - self._began)
         return Done(reason, usage)
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, finish: pb.Finish) -> None:
         asked = self._asked
         dialog = None
         if asked.plan.keep_answer and not self._parser.stopped:
             messages = [*asked.messages, self.message.for_template()]
             dialog = Dialog(messages, asked.tools, asked.options, tuple(self._ids))
-        self._chats.saving.take(asked.plan, self._generation, dialog)
+        self._chats.saving.take(asked.plan, self._generation, dialog, finish.taken)
 
 
 def template_options(request: ChatRequest, model_thinks: bool) -> dict[str, Any]:

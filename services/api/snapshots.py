@@ -120,7 +120,11 @@ class Snapshots:
         known = self._memory.find(candidates)
         heads = {offset: record.head for offset, record in known.items()}
         if self._store is not None:
-            heads |= await self._store.find({o: key for o, key in candidates.items() if o not in known})
+            # One noted as hot alone may be stored by now, by another api.
+            unsure = {o: key for o, key in candidates.items() if o not in known or not known[o].head.chunks}
+            stored_heads = await self._store.find(unsure)
+            heads |= stored_heads
+            known = {offset: record for offset, record in known.items() if offset not in stored_heads}
         longest = sorted(heads, reverse=True)
         chosen = longest[:MOST_OFFERS] + [o for o in longest[MOST_OFFERS:] if o in ends]
         if self._store is None:

@@ -43,6 +43,7 @@ def message_of(event: Restore | Progress | Token | Finish) -> pb.GenerateOut:
                     queue_s=event.queue_s,
                     prefill_s=event.prefill_s,
                     decode_s=event.decode_s,
+                    taken=[_ref(snapshot.state) for snapshot in event.snapshots],
                 )
             )
 

@@ -116,7 +116,7 @@ class Token(_message.Message):
     def __init__(self, id: _Optional[int] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("reason", "prompt_tokens", "cached_tokens", "executed_tokens", "generated_tokens", "queue_s", "prefill_s", "decode_s")
+    __slots__ = ("reason", "prompt_tokens", "cached_tokens", "executed_tokens", "generated_tokens", "queue_s", "prefill_s", "decode_s", "taken")
     class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         UNKNOWN: _ClassVar[Finish.Reason]
@@ -133,6 +133,7 @@ class Finish(_message.Message):
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
     reason: Finish.Reason
     prompt_tokens: int
     cached_tokens: int
@@ -141,7 +142,8 @@ class Finish(_message.Message):
     queue_s: float
     prefill_s: float
     decode_s: float
-    def __init__(self, reason: _Optional[_Union[Finish.Reason, str]] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., executed_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ...) -> None: ...
+    taken: _containers.RepeatedCompositeFieldContainer[StateRef]
+    def __init__(self, reason: _Optional[_Union[Finish.Reason, str]] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., executed_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., taken: _Optional[_Iterable[_Union[StateRef, _Mapping]]] = ...) -> None: ...
 
 class SnapshotHead(_message.Message):
     __slots__ = ("state", "chunks")

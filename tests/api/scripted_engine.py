@@ -88,8 +88,8 @@ class ScriptedEngine(rpc.EngineServicer):
 
     def payload(self, ids: tuple[int, ...]) -> bytes:
         body = MAGIC + self.fingerprint.encode() + array("I", [len(ids), *ids]).tobytes()
-        filling = hashlib.sha256(body).digest()
-        return body + filling * (max(0, self.payload_bytes - len(body)) // len(filling))
+        filling = hashlib.sha256(body).digest() * (self.payload_bytes // 32 + 1)
+        return (body + filling)[: self.payload_bytes]
 
     def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoResponse:
         return pb.InfoResponse(
@@ -157,6 +157,10 @@ class ScriptedEngine(rpc.EngineServicer):
                 break
             if len(answer) == start.max_tokens:
                 break
+        at = [position for position in start.snapshot_at if position > call.restored_tokens]
+        states = [ids[:position] for position in at]
+        if start.snapshot_answer and answer:
+            states.append((*ids, *answer[:-1]))
         yield pb.GenerateOut(
             finish=pb.Finish(
                 reason=reason,
@@ -167,12 +171,9 @@ class ScriptedEngine(rpc.EngineServicer):
                 queue_s=0.001,
                 prefill_s=0.25,
                 decode_s=0.5,
+                taken=[self._take(state) for state in states],
             )
         )
-        at = [position for position in start.snapshot_at if position > call.restored_tokens]
-        states = [ids[:position] for position in at]
-        if start.snapshot_answer and answer:
-            states.append((*ids, *answer[:-1]))
         for state in states:
             yield from self._snapshot(state, start.heads_only)
 
@@ -202,11 +203,14 @@ class ScriptedEngine(rpc.EngineServicer):
         call.source = "NONE"
         yield pb.GenerateOut(restore=pb.Restore(source=pb.Restore.NONE))
 
-    def _snapshot(self, ids: tuple[int, ...], head_only: bool) -> Iterator[pb.GenerateOut]:
-        data = self.payload(ids)
-        ref = pb.StateRef(state_id=self.state_id(ids), tokens=len(ids), size_bytes=len(data))
+    def _take(self, ids: tuple[int, ...]) -> pb.StateRef:
+        ref = pb.StateRef(state_id=self.state_id(ids), tokens=len(ids), size_bytes=len(self.payload(ids)))
         if self.keeps_hot:
             self.hot[ref.state_id] = ids
+        return ref
+
+    def _snapshot(self, ids: tuple[int, ...], head_only: bool) -> Iterator[pb.GenerateOut]:
+        data, ref = self.payload(ids), self._take(ids)
         chunks = [] if head_only else [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
         yield pb.GenerateOut(snapshot=pb.SnapshotHead(state=ref, chunks=len(chunks)))
         for index, chunk in enumerate(chunks):

@@ -1,0 +1,152 @@
+"""The life of a stream: headers at once, pings, failures inside it, clients that go away."""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import pytest
+from running_api import RunningApi
+from scripted_engine import Failure, ScriptedEngine
+
+BODY = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+def wait_for(condition: Callable[[], bool], within_s: float = 5) -> bool:
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_headers_and_role_come_before_the_prompt_is_read(api: RunningApi, engine: ScriptedEngine) -> None:
+    engine.prompt_s = 2
+    began = time.monotonic()
+    with api.client.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}) as answer:
+        assert time.monotonic() - began < 1
+        first = next(answer.iter_text())
+        assert time.monotonic() - began < 1
+        assert '"role":"assistant"' in first
+
+
+@pytest.mark.parametrize("interval_s", [0.1, 0.0])
+def test_pings_while_nothing_comes(
+    start_api: Callable[..., RunningApi], engine: ScriptedEngine, interval_s: float
+) -> None:
+    api = start_api(ping_interval_s=interval_s)
+    engine.prompt_s = 1
+    with api.client.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}) as answer:
+        raw = answer.read().decode()
+    assert raw.count(": ping\n\n") == (pytest.approx(9, abs=3) if interval_s else 0)
+    assert raw.endswith("data: [DONE]\n\n")
+    with api.openai() as client:  # comments do not disturb it
+        chunks = client.chat.completions.create(**BODY, stream=True)  # type: ignore[call-overload]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Hello there, friend."
+
+
+def test_a_failure_inside_the_stream_is_an_event(api: RunningApi, engine: ScriptedEngine) -> None:
+    engine.failure = Failure(grpc.StatusCode.INTERNAL, "the step broke", "step_failed", after_tokens=2)
+    with api.client.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}) as answer:
+        assert answer.status_code == 200
+        lines = answer.read().decode().strip().split("\n\n")
+    error = json.loads(lines[-1].removeprefix("data: "))["error"]
+    assert (error["code"], error["message"]) == ("engine_failed", "the step broke")
+    assert "[DONE]" not in "".join(lines), "a broken answer looks whole"
+    engine.failure = Failure(grpc.StatusCode.UNAVAILABLE, after_tokens=2)
+    with api.openai() as client, pytest.raises(openai.APIError, match="engine"):
+        list(client.chat.completions.create(**BODY, stream=True))  # type: ignore[call-overload]
+    engine.failure = Failure(grpc.StatusCode.INTERNAL, "the step broke", "step_failed", after_tokens=2)
+    assert api.client.post("/v1/chat/completions", json=BODY).status_code == 500
+
+
+def test_an_engine_that_dies_inside_the_stream(api: RunningApi, engine: ScriptedEngine) -> None:
+    engine.token_s = 0.2
+    with api.client.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}) as answer:
+        text = answer.iter_text()
+        next(text)
+        engine.close()
+        rest = "".join(text)
+    assert '"code":"engine_unavailable"' in rest
+
+
+def test_an_engine_that_ends_without_finishing(api: RunningApi, engine: ScriptedEngine) -> None:
+    engine.failure = Failure(grpc.StatusCode.CANCELLED, "going", "cancelled", after_tokens=1)
+    answer = api.client.post("/v1/chat/completions", json=BODY)
+    assert answer.status_code == 503
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("phase", ["prompt", "tokens"])
+def test_a_client_that_goes_away_frees_the_sequence(
+    api: RunningApi, engine: ScriptedEngine, stream: bool, phase: str
+) -> None:
+    engine.script = engine.script * 100
+    engine.prompt_s, engine.token_s = (30, 0) if phase == "prompt" else (0, 0.05)
+    timeout = httpx.Timeout(5, read=1.0)
+    with httpx.Client(base_url=api.url, timeout=timeout) as client:
+        if stream:
+            with client.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}) as answer:
+                next(answer.iter_text())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/chat/completions", json=BODY)
+        went = time.monotonic()
+    assert engine.calls[0].cancelled.wait(5), "the engine goes on"
+    assert time.monotonic() - went < 2
+    assert wait_for(lambda: api.metric("client_disconnects_total") == 1)
+    assert wait_for(lambda: api.metric("answers_in_progress") == 0)
+
+
+def test_a_client_that_goes_away_while_the_request_waits(api: RunningApi, engine: ScriptedEngine) -> None:
+    """Before the engine has said anything: the call that is being opened is given up too."""
+    engine.prompt_s = 30
+    with httpx.Client(base_url=api.url, timeout=0.3) as client, pytest.raises(httpx.ReadTimeout):
+        client.post("/v1/chat/completions", json=BODY)
+    assert engine.calls[0].cancelled.wait(5)
+
+
+def test_an_answer_may_not_take_for_ever(start_api: Callable[..., RunningApi], engine: ScriptedEngine) -> None:
+    api = start_api(request_timeout_s=1.0)
+    engine.prompt_s = 30
+    answer = api.client.post("/v1/chat/completions", json=BODY)
+    assert answer.status_code == 504
+    assert answer.json()["error"]["code"] == "engine_timeout"
+
+
+def test_the_log_has_the_request_and_not_its_text(
+    api: RunningApi, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    api.client.post(
+        "/v1/chat/completions",
+        json={"model": "demo", "messages": [{"role": "user", "content": "a secret wish"}]},
+        headers={"X-Request-Id": "wish-1"},
+    )
+    lines = [record for record in caplog.records if record.name == "services.api.access"]
+    assert lines[-1].fields["request_id"] == "wish-1"  # type: ignore[attr-defined]
+    assert lines[-1].fields["status"] == 200  # type: ignore[attr-defined]
+    assert "secret wish" not in caplog.text
+    assert "Hello there" not in caplog.text
+    assert engine.calls[0].start.request_id == "wish-1"
+
+
+def test_metrics_count_what_was_done(api: RunningApi, engine: ScriptedEngine) -> None:
+    usages: list[Any] = [api.chat("Hi")["usage"], api.chat("Hi", max_tokens=2)["usage"]]
+    api.client.post("/v1/chat/completions", json={"model": "demo"})
+    text = api.client.get("/metrics").text
+    assert api.metric("answers_total", finish_reason="stop") == 1
+    assert api.metric("answers_total", finish_reason="length") == 1
+    assert api.metric("prompt_tokens_total") == sum(usage["prompt_tokens"] for usage in usages)
+    assert api.metric("completion_tokens_total") == sum(usage["completion_tokens"] for usage in usages)
+    assert api.metric("time_to_first_token_seconds_count") == 2
+    assert api.metric("inter_token_latency_seconds_count") == sum(usage["completion_tokens"] for usage in usages) - 2
+    assert api.metric("errors_total", code="invalid_request") == 1
+    assert 'thimble_api_http_requests_total{method="POST",route="/v1/chat/completions",status="200"} 2.0' in text
+    assert 'thimble_api_http_requests_total{method="POST",route="/v1/chat/completions",status="400"} 1.0' in text
+    assert "thimble_api_build_info{" in text
