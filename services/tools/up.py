@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
     given = args.store or (Path(os.environ["THIMBLE_ENGINE_STORE"]) if "THIMBLE_ENGINE_STORE" in os.environ else None)
     store = given.resolve() if given else run_dir / "store"
+    if given and not (store / "manifest.json").exists():
+        raise StackError(f"{store} holds no store: make one with `thimble repack CHECKPOINT {store}`")
     with _lock(run_dir):
         try:
             stack = plan_stack(os.environ, store, args.port)

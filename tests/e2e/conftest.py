@@ -11,9 +11,9 @@ from services.engine.experts.store import Store
 def _stopped(running: Running) -> Iterator[Running]:
     try:
         yield running.wait_until_ready()
+        assert running.stop() == 0, running.output
     finally:
-        status = running.stop()
-    assert status == 0, running.output
+        running.close()
 
 
 @pytest.fixture(scope="session")
