@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import os
-import threading
 import weakref
 
 from kernels.build import BuildError, library
@@ -58,8 +57,8 @@ class Workers:
         self._closing()
 
 
-_default: Workers | None = None
-_default_lock = threading.Lock()
+_pool = functools.cache(Workers)  # one for each number of threads, until the process ends: asleep it costs nothing
+_threads = 0
 
 
 def default_threads() -> int:
@@ -68,20 +67,13 @@ def default_threads() -> int:
     return max(1, cores - 2)
 
 
+def use_threads(threads: int) -> Workers:
+    """From now on the process's shared pool has this many threads (0: the default). Returns it."""
+    global _threads
+    _threads = threads
+    return default_workers()
+
+
 def default_workers() -> Workers:
     """The pool that everything in this process shares unless it is given another. Made at the first call."""
-    global _default
-    with _default_lock:
-        if _default is None:
-            _default = Workers(default_threads())
-        return _default
-
-
-def set_default_threads(threads: int) -> Workers:
-    """Replace the shared pool by one of `threads` threads. Call it at start, before anything uses the pool."""
-    global _default
-    with _default_lock:
-        if _default is not None:
-            _default.close()
-        _default = Workers(threads)
-        return _default
+    return _pool(_threads or default_threads())

@@ -2,10 +2,24 @@
 (kernels/experts/reference.py) and not the file (services/engine/experts/store.py).
 """
 
+import logging
+import time
+from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
+
+from kernels.block import Bytes
+from kernels.build import BuildError
+from kernels.experts import reference
+from kernels.experts.host.binding import BlockError, Catalog, Host, HostError
+from kernels.workers.pool import Workers, use_threads
+from services.engine.errors import DiskError, MemoryPlanError, StepError, StoreError
+from services.engine.experts.store import Store
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,3 +62,133 @@ class Experts(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class HostExperts:
+    """Through the C++ library: readers fill slots with O_DIRECT, the worker pool computes where the bytes lie."""
+
+    def __init__(self, store: Store, workers: Workers, *, slots: int, readers: int, lock_memory: bool) -> None:
+        """Raises DiskError if the file cannot be opened, MemoryPlanError if the memory or threads cannot be had."""
+        try:
+            store.experts_path.open("rb").close()
+        except OSError as error:
+            raise DiskError(f"{store.experts_path}: cannot be opened: {error.strerror}") from error
+        try:
+            self._host = Host(catalog(store), workers, slots=slots, readers=readers, lock_memory=lock_memory)
+        except HostError as error:
+            raise MemoryPlanError(f"a cache of {slots} experts cannot be had: {error}") from error
+        self._tell()
+
+    def step(self, layer: int, ids: Tensor, weights: Tensor, x: Tensor) -> Tensor:
+        try:
+            return self._host.step(layer, ids, weights, x)
+        except BlockError as error:
+            raise StepError(str(error)) from error
+
+    def prefetch(self, layer: int, ids: Tensor) -> None:
+        self._host.prefetch(layer, ids.numpy())
+
+    def counters(self) -> Counters:
+        self._tell()
+        values = self._host.counters()
+        waited, total = values.pop("disk_wait_ns") * 1e-9, values.pop("total_ns") * 1e-9
+        return Counters(**values, disk_wait_s=waited, compute_s=total - waited)
+
+    def check(self) -> None:
+        self._host.check()
+
+    def close(self) -> None:
+        self._host.close()
+
+    def _tell(self) -> None:
+        for notice in self._host.notices():
+            log.warning(notice)
+
+
+class PythonExperts:
+    """Without a compiler: the same bits through the reference, many times slower. Reads when asked, never ahead."""
+
+    def __init__(self, store: Store, *, slots: int) -> None:
+        self._store = store
+        self._slots: OrderedDict[tuple[int, int], Bytes] = OrderedDict()  # the least recently used first
+        self._total = min(slots, sum(map(len, store.blocks)))
+        self._hits = self._misses = self._evictions = 0
+        self._wait_s = self._step_s = 0.0
+
+    def step(self, layer: int, ids: Tensor, weights: Tensor, x: Tensor) -> Tensor:
+        begin = time.perf_counter()
+        try:
+            return reference.step(ids, weights, x, lambda id: self._expert(layer, id))
+        finally:
+            self._step_s += time.perf_counter() - begin
+
+    def prefetch(self, layer: int, ids: Tensor) -> None:
+        """Does nothing: one thread reads and computes."""
+
+    def counters(self) -> Counters:
+        read_bytes = self._misses * self._store.layout.block_bytes
+        compute_s = self._step_s - self._wait_s
+        counted = (self._hits, self._misses, 0, 0, 0, read_bytes, 0, self._wait_s, compute_s, self._evictions)
+        return Counters(*counted, self._total, len(self._slots))
+
+    def check(self) -> None:
+        assert len(self._slots) <= self._total, f"{len(self._slots)} blocks in {self._total} slots"
+
+    def close(self) -> None:
+        self._slots.clear()
+
+    def _expert(self, layer: int, id: int) -> reference.Expert:
+        block = self._store.blocks[layer][id]
+        return reference.unpack_expert(self._bytes(layer, id), self._store.layout, block.up_scale, block.down_scale)
+
+    def _bytes(self, layer: int, id: int) -> Bytes:
+        if (layer, id) in self._slots:
+            self._hits += 1
+            self._slots.move_to_end((layer, id))
+            return self._slots[layer, id]
+        self._misses += 1
+        if len(self._slots) == self._total:
+            self._slots.popitem(last=False)
+            self._evictions += 1
+        begin = time.perf_counter()
+        try:
+            self._slots[layer, id] = self._store.read_block(layer, id)
+        except (StoreError, OSError) as error:
+            raise StepError(f"MoE layer {layer}, expert {id}: {error}") from error
+        finally:
+            self._wait_s += time.perf_counter() - begin
+        return self._slots[layer, id]
+
+
+def open_experts(store: Store, *, slots: int, readers: int = 4, workers: int = 0, lock_memory: bool = False) -> Experts:
+    """The fastest way that this machine has. `slots` blocks in RAM (more than there are: all), `readers` threads on the
+    disk, `workers` threads of the process's shared pool (0: cores less two). Same bits whatever the numbers.
+
+    Raises DiskError or MemoryPlanError if it cannot be had.
+    """
+    try:
+        pool = use_threads(workers)
+    except BuildError as error:
+        log.warning("experts are computed in Python: %s", error)
+        return PythonExperts(store, slots=slots)
+    except OSError as error:
+        raise MemoryPlanError(str(error)) from error
+    return HostExperts(store, pool, slots=slots, readers=readers, lock_memory=lock_memory)
+
+
+def catalog(store: Store) -> Catalog:
+    """The store's blocks as the library takes them."""
+    shape = len(store.blocks), len(store.blocks[0])
+    blocks = [block for layer in store.blocks for block in layer]
+
+    def array(values: list[int] | list[float], dtype: type) -> Any:
+        return np.array(values, dtype).reshape(shape)
+
+    return Catalog(
+        store.experts_path,
+        store.layout,
+        array([block.offset for block in blocks], np.int64),
+        array([block.xxh64 for block in blocks], np.uint64),
+        array([block.up_scale for block in blocks], np.float32),
+        array([block.down_scale for block in blocks], np.float32),
+    )

@@ -1,0 +1,131 @@
+// The C ABI of the host library. Every failure is a text for people in `message`; nothing throws across.
+
+#include "kernels/workers/abi.h"
+
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <new>
+
+#include "kernels/experts/cpu/choose.h"
+#include "kernels/experts/host/step.h"
+#include "kernels/experts/host/xxh64.h"
+
+using namespace thimble;
+
+namespace {
+
+// The order of members is the order of life: steps use the cache, readers tell steps, so the step must outlive the readers.
+struct Host {
+  Catalog catalog;
+  std::unique_ptr<Step> step;
+  std::unique_ptr<Cache> cache;
+  std::mutex stepping;
+};
+
+void write(char* message, int64_t bytes, const std::string& text) { std::snprintf(message, size_t(bytes), "%s", text.c_str()); }
+
+Host& host_of(void* host) { return *static_cast<Host*>(host); }
+
+}  // namespace
+
+// `sizes`: latent, width, the four offsets of a block, its bytes. Then per key (layer * experts + expert): offset in the
+// file, XXH64, the two scales. Null with a message if it cannot be had. The workers must outlive the host.
+THIMBLE_API void* thimble_host_open(void* workers, int isa, const int64_t* sizes, int layers, int experts,
+                                    const int64_t* offsets, const uint64_t* checksums, const float* up_scales,
+                                    const float* down_scales, const char* path, const char* policy, int slots, int readers,
+                                    int lock_memory, int poison, int read_delay_us, char* message, int64_t message_bytes) {
+  try {
+    const Kernels* kernels = kernels_for(Isa(isa));
+    if (!kernels) {
+      write(message, message_bytes, "this processor or this build lacks the instruction set");
+      return nullptr;
+    }
+    auto host = std::make_unique<Host>();
+    const size_t keys = size_t(layers) * size_t(experts);
+    host->catalog = {{int32_t(sizes[0]), int32_t(sizes[1]), sizes[2], sizes[3], sizes[4], sizes[5], sizes[6]},
+                     layers,
+                     experts,
+                     {offsets, offsets + keys},
+                     {checksums, checksums + keys},
+                     {up_scales, up_scales + keys},
+                     {down_scales, down_scales + keys}};
+    const CacheOptions options{path, policy, slots, readers, lock_memory != 0, poison != 0, read_delay_us};
+    host->cache = std::make_unique<Cache>(host->catalog, options);
+    host->step = std::make_unique<Step>(host->catalog, *host->cache, *static_cast<Workers*>(workers), *kernels);
+    return host.release();
+  } catch (const std::bad_alloc&) {
+    write(message, message_bytes, "the system refused the memory");
+  } catch (const std::exception& error) {
+    write(message, message_bytes, error.what());
+  }
+  return nullptr;
+}
+
+// No step may be under way.
+THIMBLE_API void thimble_host_close(void* host) { delete static_cast<Host*>(host); }
+
+// 0: done. 1: a block could not be had. 2: an id is not of this layer, or there is no such layer.
+THIMBLE_API int thimble_host_step(void* host, int layer, int rows, int top_k, const int32_t* ids, const float* weights,
+                                  const float* x, float* out, char* message, int64_t message_bytes) {
+  Host& h = host_of(host);
+  if (layer < 0 || layer >= h.catalog.layers) return 2;
+  for (int64_t i = 0; i < int64_t(rows) * top_k; i++)
+    if (ids[i] < 0 || ids[i] >= h.catalog.experts) return 2;
+  std::lock_guard<std::mutex> lock(h.stepping);
+  const std::string error = h.step->run(layer, rows, top_k, ids, weights, x, out);
+  if (error.empty()) return 0;
+  write(message, message_bytes, error);
+  return 1;
+}
+
+// A hint: what is not an expert of this model is left out.
+THIMBLE_API void thimble_host_prefetch(void* host, int layer, const int32_t* ids, int count) {
+  Host& h = host_of(host);
+  if (layer < 0 || layer >= h.catalog.layers) return;
+  std::vector<int32_t> keys;
+  for (int i = 0; i < count; i++)
+    if (ids[i] >= 0 && ids[i] < h.catalog.experts) keys.push_back(layer * h.catalog.experts + ids[i]);
+  h.cache->prefetch(keys.data(), int(keys.size()));
+}
+
+// The names of thimble_host_counters' values, in its order.
+THIMBLE_API const char* thimble_host_counter_names() {
+  return "hits misses prefetch_issued prefetch_useful prefetch_wasted demand_read_bytes prefetch_read_bytes disk_wait_ns "
+         "total_ns evictions slots_total slots_used";
+}
+
+THIMBLE_API void thimble_host_counters(void* host, int64_t* out) {
+  const Host& h = host_of(host);
+  const CacheCounts counts = h.cache->counts();
+  const SlotCounts slots = h.cache->slot_counts();
+  const StepTimes& times = h.step->times();
+  const int64_t values[] = {counts.hits,
+                            counts.misses,
+                            slots.prefetch_issued,
+                            slots.prefetch_useful,
+                            slots.prefetch_wasted,
+                            counts.demand_read_bytes,
+                            counts.prefetch_read_bytes,
+                            times.disk_wait_ns.load(),
+                            times.total_ns.load(),
+                            slots.evictions,
+                            h.cache->slots(),
+                            h.cache->slots_used()};
+  std::memcpy(out, values, sizeof values);
+}
+
+// 1 if the bookkeeping is sound; else 0 and what is wrong.
+THIMBLE_API int thimble_host_check(void* host, char* message, int64_t message_bytes) {
+  const std::string wrong = host_of(host).cache->check();
+  write(message, message_bytes, wrong);
+  return wrong.empty();
+}
+
+// The next notice for the operator, empty if there is none; each is given once.
+THIMBLE_API void thimble_host_notice(void* host, char* message, int64_t message_bytes) {
+  write(message, message_bytes, host_of(host).cache->take_notice());
+}
+
+THIMBLE_API uint64_t thimble_xxh64(const uint8_t* bytes, uint64_t count) { return xxh64(bytes, count); }

@@ -1,0 +1,199 @@
+"""The host library's one door for Python: open, step, prefetch, counters. Owns no policy and no arithmetic.
+
+The C++ side is described where it lives: step.h (the order of work), cache.h (memory, readers, who may write what),
+slots.h (states and leases), block_file.h (the disk).
+"""
+
+import ctypes
+import functools
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.block import PAGE, BlockLayout
+from kernels.experts.cpu.sums import sizes
+from kernels.experts.reference import MOST_INPUTS, check_scales
+from kernels.workers.pool import Workers, isa_number, native
+
+_MESSAGE_BYTES = 2000
+
+
+class HostError(RuntimeError):
+    """The library cannot be opened as asked: no memory, no file, no threads. The message says which."""
+
+
+class BlockError(RuntimeError):
+    """A block that a step needs cannot be had. The message names the layer, the expert and the reason."""
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """Every block of a model: `layout`, and per layer and expert [layers, experts] its place, checksum and scales."""
+
+    path: Path
+    layout: BlockLayout
+    offsets: npt.NDArray[np.int64]
+    checksums: npt.NDArray[np.uint64]
+    up_scales: npt.NDArray[np.float32]
+    down_scales: npt.NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        shape = self.offsets.shape
+        for name in ("offsets", "checksums", "up_scales", "down_scales"):
+            array = getattr(self, name)
+            if array.ndim != 2 or array.shape != shape or not array.flags.c_contiguous:
+                raise ValueError(f"{name}: expected a contiguous array {shape}, found {array.shape}")
+        if (self.offsets % PAGE).any() or (self.offsets < 0).any():
+            raise ValueError(f"offsets must be multiples of {PAGE}")
+        if max(self.layout.latent, self.layout.width) > MOST_INPUTS:
+            raise ValueError(f"an expert may have at most {MOST_INPUTS} inputs and neurons")
+        for up, down in zip(self.up_scales.flat, self.down_scales.flat, strict=True):
+            check_scales(float(up), float(down))
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    lib = native()
+    number, pointer, text = ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p
+    message = (text, ctypes.c_int64)
+    arrays = (pointer, pointer, pointer, pointer)
+    lib.thimble_host_open.restype = pointer
+    lib.thimble_host_open.argtypes = (
+        *(pointer, number, pointer, number, number),
+        *arrays,
+        *(text, text, number, number, number, number, number),
+        *message,
+    )
+    lib.thimble_host_close.argtypes = (pointer,)
+    lib.thimble_host_step.argtypes = (pointer, number, number, number, *arrays, *message)
+    lib.thimble_host_prefetch.argtypes = (pointer, number, pointer, number)
+    lib.thimble_host_counter_names.restype = text
+    lib.thimble_host_counters.argtypes = (pointer, pointer)
+    lib.thimble_host_check.argtypes = (pointer, *message)
+    lib.thimble_host_notice.argtypes = (pointer, *message)
+    lib.thimble_xxh64.restype = ctypes.c_uint64
+    lib.thimble_xxh64.argtypes = (pointer, ctypes.c_uint64)
+    return lib
+
+
+def xxh64(data: npt.NDArray[np.uint8]) -> int:
+    """The checksum that blocks are verified with, as C++ computes it."""
+    return int(_library().thimble_xxh64(data.ctypes.data, data.size))
+
+
+class Host:
+    """Slots, readers and the steps that use them. `step` by one thread at a time; `prefetch` and the rest beside it.
+
+    `poison` overwrites evicted blocks and `read_delay_us` slows every read: both are for tests.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        workers: Workers,
+        *,
+        slots: int,
+        readers: int,
+        isa: str | None = None,
+        policy: str = "lru",
+        lock_memory: bool = False,
+        poison: bool = False,
+        read_delay_us: int = 0,
+    ) -> None:
+        if slots < 1 or readers < 1:
+            raise HostError(f"{slots} slots and {readers} readers: at least one of each")
+        self.catalog = catalog
+        self.workers = workers  # also keeps the pool alive
+        self._message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+        layers, experts = catalog.offsets.shape
+        of_block = sizes(catalog.layout)
+        arrays = (catalog.offsets, catalog.checksums, catalog.up_scales, catalog.down_scales)
+        self._handle = _library().thimble_host_open(
+            workers.handle,
+            isa_number(isa),
+            of_block.ctypes.data,
+            layers,
+            experts,
+            *(array.ctypes.data for array in arrays),
+            str(catalog.path).encode(),
+            policy.encode(),
+            min(slots, layers * experts),
+            readers,
+            lock_memory,
+            poison,
+            read_delay_us,
+            *self._text(),
+        )
+        if not self._handle:
+            raise HostError(self._message.value.decode())
+        self._closing = weakref.finalize(self, _library().thimble_host_close, self._handle)
+
+    def step(self, layer: int, ids: Tensor, weights: Tensor, x: Tensor) -> Tensor:
+        """ids int32 [M, k], weights float32 [M, k], x float32 [M, latent] -> float32 [M, latent], as reference.step.
+
+        Raises BlockError if a block cannot be had, ValueError on shapes, dtypes or ids that do not fit the model.
+        """
+        rows, top_k = ids.shape
+        latent = self.catalog.layout.latent
+        if weights.shape != ids.shape or x.shape != (rows, latent):
+            raise ValueError(f"step: ids {tuple(ids.shape)}, weights {tuple(weights.shape)}, x {tuple(x.shape)}")
+        if ids.dtype != torch.int32 or weights.dtype != torch.float32 or x.dtype != torch.float32:
+            raise ValueError(f"step: ids {ids.dtype}, weights {weights.dtype}, x {x.dtype}")
+        ids, weights, x = ids.contiguous(), weights.contiguous(), x.contiguous()
+        out = torch.empty(rows, latent)
+        pointers = ids.data_ptr(), weights.data_ptr(), x.data_ptr(), out.data_ptr()
+        status = _library().thimble_host_step(self._open(), layer, rows, top_k, *pointers, *self._text())
+        if status == 2:
+            raise ValueError(f"step: MoE layer {layer} or one of its ids is not of this model {self.shape}")
+        if status:
+            raise BlockError(self._message.value.decode())
+        return out
+
+    def prefetch(self, layer: int, ids: npt.ArrayLike) -> None:
+        """These experts may be needed soon. Ids that are not of this model are left out."""
+        array = np.ascontiguousarray(ids, np.int32)
+        _library().thimble_host_prefetch(self._open(), layer, array.ctypes.data, array.size)
+
+    @property
+    def shape(self) -> Any:
+        """(layers, experts)."""
+        return self.catalog.offsets.shape
+
+    def counters(self) -> dict[str, int]:
+        names = _library().thimble_host_counter_names().decode().split()
+        values = np.zeros(len(names), np.int64)
+        _library().thimble_host_counters(self._open(), values.ctypes.data)
+        return dict(zip(names, values.tolist(), strict=True))
+
+    def check(self) -> None:
+        """Raises AssertionError, with the numbers, if free + loading + ready slots are not all slots."""
+        text = ctypes.create_string_buffer(_MESSAGE_BYTES)
+        assert _library().thimble_host_check(self._open(), text, _MESSAGE_BYTES), text.value.decode()
+
+    def notices(self) -> list[str]:
+        """What the operator should know and has not been told: each sentence once."""
+        found: list[str] = []
+        text = ctypes.create_string_buffer(_MESSAGE_BYTES)
+        while True:
+            _library().thimble_host_notice(self._open(), text, _MESSAGE_BYTES)
+            if not text.value:
+                return found
+            found.append(text.value.decode())
+
+    def close(self) -> None:
+        """Waits for reads under way, then frees the slots. No step may be under way."""
+        self._closing()
+        self._handle = None
+
+    def _open(self) -> int:
+        assert self._handle, "the host is closed"
+        return int(self._handle)
+
+    def _text(self) -> tuple[Any, int]:
+        return self._message, _MESSAGE_BYTES

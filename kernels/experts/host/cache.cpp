@@ -1,0 +1,237 @@
+#include "kernels/experts/host/cache.h"
+
+#include <signal.h>
+
+#include <algorithm>
+#include <cassert>
+#include <cstring>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+namespace thimble {
+namespace {
+
+// A hint often comes just before the step whose own blocks are read first; if no step follows, it is taken up after this.
+constexpr auto HINT_WAITS = std::chrono::milliseconds(1);
+constexpr size_t MOST_HINTS = 1024;
+constexpr int POISON = 0xAB;
+
+std::unique_ptr<Policy> policy_named(const std::string& name, int slots) {
+  auto policy = make_policy(name.c_str(), slots);
+  if (!policy) throw std::runtime_error("there is no cache policy \"" + name + "\"");
+  return policy;
+}
+
+}  // namespace
+
+Cache::Cache(const Catalog& catalog, const CacheOptions& options)
+    : catalog_(catalog),
+      options_(options),
+      arena_(options.slots, catalog.shape.block_bytes, options.lock_memory, &notice_),
+      file_(catalog, options.path),
+      table_(options.slots, catalog.keys(), policy_named(options.policy, options.slots)),
+      answers_(size_t(options.slots)) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are the business of the thread that started us
+  std::string refused;
+  try {
+    for (int i = 0; i < options.readers; i++) readers_.emplace_back([this] { read_forever(); });
+  } catch (const std::system_error& error) {
+    refused = "the system refused a reader thread: " + std::string(error.what());
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (refused.empty()) return;
+  stop();
+  throw std::runtime_error(refused);
+}
+
+Cache::~Cache() { stop(); }
+
+void Cache::stop() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  work_.notify_all();
+  for (auto& reader : readers_) reader.join();
+}
+
+void Cache::begin_step(int layer) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  in_step_ = demanding_ = true;
+  const auto of_layer = [&](const Hint& hint) { return hint.key / catalog_.experts == layer; };
+  hints_.erase(std::remove_if(hints_.begin(), hints_.end(), of_layer), hints_.end());
+}
+
+bool Cache::look_up(Key key, Lease* lease) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const Slot* slot = table_.find(key);
+  if (!slot || slot->state != State::ready) {
+    counts_.misses++;
+    return false;
+  }
+  counts_.hits++;
+  return table_.lease(key, lease);
+}
+
+Cache::Found Cache::demand(Key key, Waiter* waiter, int tag, Lease* lease) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    room_waiter_ = nullptr;
+    if (const Slot* slot = table_.find(key)) {
+      table_.lease(key, lease);
+      if (slot->state == State::ready) return Found::ready;
+    } else if (load(key, Why::demand, lease)) {
+      demands_.push_back({key, *lease, true});
+    } else {
+      room_waiter_ = waiter;
+      return Found::no_room;
+    }
+    assert(!answers_[size_t(lease->slot)].waiter);
+    answers_[size_t(lease->slot)] = {waiter, tag};
+  }
+  work_.notify_one();
+  return Found::coming;
+}
+
+void Cache::demands_made() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    demanding_ = false;
+    for (Hint& hint : hints_) hint.not_before = Clock::time_point::min();
+  }
+  work_.notify_all();
+}
+
+void Cache::end_step() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    in_step_ = demanding_ = false;
+    room_waiter_ = nullptr;
+  }
+  work_.notify_all();
+}
+
+void Cache::release(const Lease& lease) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const bool released = table_.release(lease);
+  assert(released);
+  (void)released;
+}
+
+void Cache::prefetch(const int32_t* keys, int count) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const bool at_once = in_step_ && !demanding_;
+    const auto not_before = at_once ? Clock::time_point::min() : Clock::now() + HINT_WAITS;
+    for (int i = 0; i < count; i++)
+      if (!table_.find(keys[i])) hints_.push_back({keys[i], not_before});
+    while (hints_.size() > MOST_HINTS) hints_.pop_front();
+  }
+  work_.notify_all();
+}
+
+CacheCounts Cache::counts() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return counts_;
+}
+
+SlotCounts Cache::slot_counts() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return table_.counts();
+}
+
+int Cache::slots_used() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return table_.used();
+}
+
+std::string Cache::check() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::string wrong = table_.check();
+  int loading = 0;
+  for (int slot = 0; slot < table_.size(); slot++) loading += table_.at(slot).state == State::loading;
+  if (wrong.empty() && loading != reading_ + int(demands_.size()))
+    wrong = std::to_string(loading) + " slots are loading, but " + std::to_string(reading_) + " reads are under way and " +
+            std::to_string(demands_.size()) + " wait";
+  return wrong;
+}
+
+std::string Cache::take_notice() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!notice_.empty()) return std::exchange(notice_, "");
+  }
+  return file_.take_notice();
+}
+
+// Under the lock. The evicted block's last lease was given back under the lock too, so nobody reads it while it is poisoned.
+bool Cache::load(Key key, Why why, Lease* lease) {
+  bool evicted;
+  if (!table_.load(key, why, lease, &evicted)) return false;
+  if (evicted && options_.poison) std::memset(arena_.slot(lease->slot), POISON, size_t(catalog_.shape.block_bytes));
+  return true;
+}
+
+void Cache::read_forever() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  Read read;
+  while (next_read(lock, &read)) fill(read, lock);
+}
+
+// Waits for something to read. False when the cache is closing; blocks still demanded then have nobody who waits for them.
+bool Cache::next_read(std::unique_lock<std::mutex>& lock, Read* read) {
+  while (!stopping_) {
+    if (!demands_.empty()) {
+      *read = demands_.front();
+      demands_.pop_front();
+      return true;
+    }
+    const bool may_prefetch =
+        !demanding_ && !room_waiter_ && !hints_.empty() && prefetching_ < std::max(1, options_.readers - 1);
+    if (!may_prefetch) {
+      work_.wait(lock);
+    } else if (hints_.front().not_before > Clock::now()) {
+      work_.wait_until(lock, hints_.front().not_before);
+    } else if (take_hint(read)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// Turns the oldest hint into a read, unless the block is here by now or no slot can be had for it.
+bool Cache::take_hint(Read* read) {
+  const Key key = hints_.front().key;
+  hints_.pop_front();
+  if (table_.find(key)) return false;
+  *read = {key, {}, false};
+  return load(key, Why::prefetch, &read->lease);
+}
+
+// Called and left with the lock, which is open while the disk is read and while waiters are told.
+void Cache::fill(const Read& read, std::unique_lock<std::mutex>& lock) {
+  reading_++;
+  prefetching_ += !read.demanded;
+  lock.unlock();
+  const std::string error = file_.read(read.key, arena_.slot(read.lease.slot));
+  if (options_.read_delay_us) std::this_thread::sleep_for(std::chrono::microseconds(options_.read_delay_us));
+  lock.lock();
+  reading_--;
+  prefetching_ -= !read.demanded;
+  (read.demanded ? counts_.demand_read_bytes : counts_.prefetch_read_bytes) += catalog_.shape.block_bytes;
+  const bool expected = table_.arrived(read.lease, error.empty());
+  assert(expected);
+  (void)expected;
+  const Answer answer = std::exchange(answers_[size_t(read.lease.slot)], Answer{});
+  // Room can have come about only if nobody leases what arrived.
+  Waiter* const waits_for_room = answer.waiter && error.empty() ? nullptr : std::exchange(room_waiter_, nullptr);
+  lock.unlock();
+  if (answer.waiter) answer.waiter->arrived(answer.tag, error);
+  if (waits_for_room) waits_for_room->room();
+  lock.lock();
+}
+
+}  // namespace thimble

@@ -1,0 +1,125 @@
+// Expert blocks in RAM: slots, their memory, and the threads that fill them from disk. Owns all three and the one lock
+// that guards them; whoever holds a lease may read the slot's bytes without it.
+//
+// Threads: the step's (owner and workers) call demand and release; anyone calls prefetch; readers run here.
+//
+// What orders what
+//   read -> use       a reader writes a slot only while it is loading, then turns it ready under the lock. Whoever leases it
+//                     takes the lock after that, or is told by arrived(), which the reader calls after it.
+//   use -> reuse      a slot is written again only after a load() that found no lease, and a lease is given back under the
+//                     lock after the last read of the bytes.
+//   demand, prefetch  readers take a demanded block first, always. A prefetch hint is not begun while a demand waits, nor
+//                     between begin_step and demands_made, when the hits of the step are not leased yet, nor while a step
+//                     waits for room; one reader is kept free of prefetch (if there are two).
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernels/experts/host/arena.h"
+#include "kernels/experts/host/block_file.h"
+#include "kernels/experts/host/slots.h"
+
+namespace thimble {
+
+// Told by readers, without the lock, at most once for each question that was answered "later". Must outlive the cache.
+class Waiter {
+ public:
+  virtual void arrived(int tag, const std::string& error) = 0;  // empty: the leased slot is ready
+  virtual void room() = 0;                                      // a demand that found no room may be tried again
+
+ protected:
+  ~Waiter() = default;
+};
+
+struct CacheOptions {
+  std::string path, policy;
+  int slots, readers;
+  bool lock_memory;
+  bool poison;        // overwrite what is evicted, so that a use after eviction shows; for tests
+  int read_delay_us;  // make every read take this much longer; for tests
+};
+
+struct CacheCounts {
+  int64_t hits = 0, misses = 0, demand_read_bytes = 0, prefetch_read_bytes = 0;
+};
+
+class Cache {
+ public:
+  enum class Found { ready, coming, no_room };
+
+  // Throws std::runtime_error or std::bad_alloc.
+  Cache(const Catalog&, const CacheOptions&);
+  ~Cache();
+
+  const uint8_t* memory(const Lease& lease) const { return arena_.slot(lease.slot); }
+
+  // A step of the given layer begins: hints for that layer are stale now.
+  void begin_step(int layer);
+  // Leases the block if it is ready. Counts a hit or a miss.
+  bool look_up(Key, Lease*);
+  // Leases the block; unless it is ready, it is read. If coming: waiter->arrived(tag) later. If no_room: nothing was done,
+  // and waiter->room() is called when it is worth trying again.
+  Found demand(Key, Waiter*, int tag, Lease*);
+  void demands_made();
+  void release(const Lease&);
+  void end_step();  // no lease is out, and none was demanded that has not arrived
+
+  void prefetch(const int32_t* keys, int count);
+
+  CacheCounts counts() const;
+  SlotCounts slot_counts() const;
+  int slots() const { return table_.size(); }
+  int slots_used() const;
+  std::string check() const;  // empty, or what is wrong with the bookkeeping
+  std::string take_notice();  // once each
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Read {
+    Key key;
+    Lease lease;
+    bool demanded;
+  };
+  struct Hint {
+    Key key;
+    Clock::time_point not_before;
+  };
+
+  void stop();
+  void read_forever();
+  bool next_read(std::unique_lock<std::mutex>&, Read*);
+  bool take_hint(Read*);
+  bool load(Key, Why, Lease*);
+  void fill(const Read&, std::unique_lock<std::mutex>&);
+
+  const Catalog& catalog_;
+  const CacheOptions options_;
+  std::string notice_;  // about memory; before file_, which has its own
+  Arena arena_;
+  BlockFile file_;
+  SlotTable table_;
+
+  mutable std::mutex mutex_;  // guards everything below, and table_
+  std::condition_variable work_;
+  std::deque<Read> demands_;
+  std::deque<Hint> hints_;
+  struct Answer {
+    Waiter* waiter = nullptr;
+    int tag = 0;
+  };
+  std::vector<Answer> answers_;  // of each slot: who waits for its load
+  Waiter* room_waiter_ = nullptr;
+  bool in_step_ = false;
+  bool demanding_ = false;  // between begin_step and demands_made
+  bool stopping_ = false;
+  int prefetching_ = 0, reading_ = 0;
+  CacheCounts counts_;
+  std::vector<std::thread> readers_;
+};
+
+}  // namespace thimble

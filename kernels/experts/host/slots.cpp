@@ -1,0 +1,118 @@
+#include "kernels/experts/host/slots.h"
+
+namespace thimble {
+
+SlotTable::SlotTable(int slots, int keys, std::unique_ptr<Policy> policy)
+    : slots_(size_t(slots)), of_key_(size_t(keys), -1), policy_(std::move(policy)) {
+  for (int slot = slots - 1; slot >= 0; slot--) free_.push_back(slot);
+}
+
+const Slot* SlotTable::find(Key key) const {
+  const int slot = of_key_[size_t(key)];
+  return slot < 0 ? nullptr : &at(slot);
+}
+
+int SlotTable::used() const {
+  int ready = 0;
+  for (const Slot& slot : slots_) ready += slot.state == State::ready;
+  return ready;
+}
+
+bool SlotTable::lease(Key key, Lease* lease) {
+  const int slot = of_key_[size_t(key)];
+  if (slot < 0) return false;
+  Slot& s = slots_[size_t(slot)];
+  s.leases++;
+  counts_.prefetch_useful += s.unproven;
+  s.unproven = false;
+  policy_->used(slot);
+  *lease = {slot, s.generation};
+  return true;
+}
+
+bool SlotTable::load(Key key, Why why, Lease* lease, bool* evicted) {
+  *evicted = false;
+  if (of_key_[size_t(key)] >= 0) return false;
+  int slot;
+  if (!free_.empty()) {
+    slot = free_.back();
+    free_.pop_back();
+  } else {
+    slot = policy_->victim(*this);
+    // The policy proposes, the table disposes: no policy can evict what is leased or loading.
+    if (slot < 0 || !evictable(slot)) return false;
+    counts_.evictions++;
+    empty(slot);
+    *evicted = true;
+  }
+  Slot& s = slots_[size_t(slot)];
+  s.state = State::loading;
+  s.key = key;
+  s.generation++;
+  s.leases = why == Why::demand;
+  s.unproven = why == Why::prefetch;
+  counts_.prefetch_issued += why == Why::prefetch;
+  of_key_[size_t(key)] = slot;
+  policy_->loaded(slot, key, why);
+  *lease = {slot, s.generation};
+  return true;
+}
+
+bool SlotTable::arrived(const Lease& lease, bool ok) {
+  Slot* s = current(lease);
+  if (!s || s->state != State::loading) return false;
+  if (ok) {
+    s->state = State::ready;
+  } else {
+    empty(lease.slot);
+    free_.push_back(lease.slot);
+  }
+  return true;
+}
+
+bool SlotTable::release(const Lease& lease) {
+  Slot* s = current(lease);
+  if (!s || s->leases == 0) return false;
+  s->leases--;
+  return true;
+}
+
+std::string SlotTable::check() const {
+  size_t free = 0, loading = 0, ready = 0, keys = 0;
+  for (size_t at = 0; at < slots_.size(); at++) {
+    const Slot& s = slots_[at];
+    free += s.state == State::free;
+    loading += s.state == State::loading;
+    ready += s.state == State::ready;
+    if (s.leases < 0) return "a slot has fewer than no leases";
+    if ((s.state == State::free) != (s.key == NO_KEY)) return "a slot has a key and no block, or a block and no key";
+    if (s.state == State::free && (s.leases || s.unproven)) return "a free slot is leased";
+    if (s.key != NO_KEY && of_key_[size_t(s.key)] != int(at)) return "a slot's key is registered elsewhere";
+  }
+  for (const int slot : of_key_) keys += slot >= 0;
+  if (free != free_.size() || keys != loading + ready || free + loading + ready != slots_.size())
+    return "conservation: free " + std::to_string(free) + " (listed " + std::to_string(free_.size()) + ") + loading " +
+           std::to_string(loading) + " + ready " + std::to_string(ready) + " (keys " + std::to_string(keys) +
+           ") is not total " + std::to_string(slots_.size());
+  return "";
+}
+
+Slot* SlotTable::current(const Lease& lease) {
+  if (lease.slot < 0 || lease.slot >= size()) return nullptr;
+  Slot& s = slots_[size_t(lease.slot)];
+  return s.generation == lease.generation && s.state != State::free ? &s : nullptr;
+}
+
+// Ends a slot's life; the caller lists it as free or loads into it.
+void SlotTable::empty(int slot) {
+  Slot& s = slots_[size_t(slot)];
+  policy_->left(slot);
+  counts_.prefetch_wasted += s.unproven;
+  of_key_[size_t(s.key)] = -1;
+  s.state = State::free;
+  s.key = NO_KEY;
+  s.leases = 0;
+  s.unproven = false;
+}
+
+}  // namespace thimble

@@ -1,0 +1,78 @@
+// The slot table: which block is where, in what state, and who still needs it. Bookkeeping only: it owns no memory, reads
+// nothing and is not thread-safe; the cache holds one lock around every call. tests/kernels/test_host_slots.py walks
+// through all of its reachable states.
+//
+//   free ----load----> loading ----arrived(ok)----> ready ----load of another key, only without leases----> loading
+//     ^                   |                            ^  |
+//     +---arrived(fail)---+                            +--+ lease, release
+//
+// A lease is what keeps a block in place from the moment its use is certain until every device has retired that use. A
+// loading slot may be leased; a failed load ends its leases. Each load gives the slot a new generation, and a lease of an
+// older one is refused by every call, so a late message cannot touch a slot's next life.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "kernels/experts/host/policy.h"
+
+namespace thimble {
+
+enum class State : int { free, loading, ready };
+
+struct Slot {
+  State state = State::free;
+  Key key = NO_KEY;
+  uint32_t generation = 0;
+  int leases = 0;
+  bool unproven = false;  // loaded by prefetch and not named by the router since
+};
+
+struct Lease {
+  int slot = -1;
+  uint32_t generation = 0;
+};
+
+struct SlotCounts {
+  int64_t evictions = 0, prefetch_issued = 0, prefetch_useful = 0, prefetch_wasted = 0;
+};
+
+class SlotTable final : private Evictable {
+ public:
+  SlotTable(int slots, int keys, std::unique_ptr<Policy>);
+
+  const Slot* find(Key) const;  // null if the block is neither here nor on its way
+  const Slot& at(int slot) const { return slots_[size_t(slot)]; }
+  int size() const { return int(slots_.size()); }
+  int used() const;
+  const SlotCounts& counts() const { return counts_; }
+
+  // Takes a lease of a block that is here or on its way. False if it is neither.
+  bool lease(Key, Lease*);
+  // Gives a block that is neither a slot to load into: a free one, else one whose block is ready and not leased, which is
+  // thereby evicted (*evicted says so). For demand with a lease. False, and nothing changed, if there is no such slot.
+  bool load(Key, Why, Lease*, bool* evicted);
+  // The read has ended. False if the lease is not of a load under way.
+  bool arrived(const Lease&, bool ok);
+  // False if the lease is not of this life of the slot, or none is out.
+  bool release(const Lease&);
+
+  // What is wrong with the table, empty if nothing is: every invariant that the comment above promises.
+  std::string check() const;
+
+ private:
+  bool evictable(int slot) const override {
+    const Slot& s = at(slot);
+    return s.state == State::ready && s.leases == 0;
+  }
+  Slot* current(const Lease&);
+  void empty(int slot);
+
+  std::vector<Slot> slots_;
+  std::vector<int> of_key_;  // slot of a key, or -1
+  std::vector<int> free_;
+  std::unique_ptr<Policy> policy_;
+  SlotCounts counts_;
+};
+
+}  // namespace thimble
