@@ -179,6 +179,7 @@ class Answer:
         self._detokenizer = Detokenizer(chats.folder.tokenizer)
         self._stop_ids = frozenset(chats.folder.defaults.stop_ids)
         self._ids: list[int] = []  # sampled, without the stop id
+        self._sent_whole = False
         self._restored_tokens = 0
         self._reasoning_tokens = 0
 
@@ -237,13 +238,15 @@ class Answer:
         source, plan = pb.Restore.Source.Name(restore.source), self._asked.plan
         if restore.source == pb.Restore.SEND:
             sent = await self._generation.send_payload(self._chats.snapshots.payload(plan, restore.state.state_id))
-            if sent != restore.state.size_bytes:
+            self._sent_whole = sent == restore.state.size_bytes
+            if not self._sent_whole:
                 await self._generation.half_close()  # it cannot be had any more: the prompt is read from its beginning
             return
         self._metrics.lookups[source.lower(),].inc()
         if restore.source == pb.Restore.REFUSED:
             log.warning("the engine refused a stored state: %s", restore.reason)
-            await self._chats.snapshots.refused(plan, restore.state.state_id)
+            if self._sent_whole:
+                await self._chats.snapshots.refused(plan, restore.state.state_id)
         elif restore.source != pb.Restore.NONE:
             self._restored_tokens = restore.state.tokens
 

@@ -99,10 +99,15 @@ class Snapshots:
         if offer is None or self._store is None:
             return
         began = time.perf_counter()
+        sent = 0
         async for chunk in self._store.read(offer.head):
-            self._metrics.snapshot_bytes["sent",].inc(len(chunk))
+            sent += len(chunk)
             yield chunk
-        self._metrics.send_s.observe(time.perf_counter() - began)
+        self._metrics.snapshot_bytes["sent",].inc(sent)
+        if sent == offer.head.size_bytes:
+            self._metrics.send_s.observe(time.perf_counter() - began)
+        elif self._store.available:
+            await self.refused(plan, state_id)  # nor could it be sent another time
 
     async def refused(self, plan: Plan, state_id: bytes) -> None:
         """The engine does not accept this payload: nobody shall be offered it again."""

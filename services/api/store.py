@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import ConnectionError, RedisError
 
 from services.api.keys import payload_name, record_name
 from services.api.records import Head, Record, head_from_field, record_from_field, to_fields
@@ -53,7 +53,8 @@ class Store:
                 url,
                 socket_timeout=timeout,
                 socket_connect_timeout=timeout,
-                retry=Retry(NoBackoff(), 0),
+                # Once, at once: a connection that the server closed while it lay idle says nothing about the server.
+                retry=Retry(NoBackoff(), 1, supported_errors=(ConnectionError,)),
                 decode_responses=False,
             )
 
@@ -182,7 +183,9 @@ class Store:
         while True:
             await asyncio.sleep(KNOCK_S)
             try:
-                await self._lookups.ping()
+                for client in (self._lookups, self._transfers):
+                    await client.connection_pool.disconnect()  # what was under way there has no meaning any more
+                    await client.ping()
             except TROUBLES:
                 continue
             log.info("the snapshot store is back")

@@ -1,0 +1,302 @@
+"""The store's troubles: dead, slow, full, evicting, full of rubbish. A chat goes on, rightly and in time."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+from running_api import RunningApi
+from scripted_engine import ScriptedEngine
+from slow_proxy import SlowProxy
+
+from services.api.embedded import EmbeddedStore
+from services.api.keys import boundary_keys, space_of
+from services.api.model_folder import ModelFolder
+from services.api.records import Head, Record, RecordMemory, head_from_field, record_from_field, to_fields
+
+SYSTEM = {"role": "system", "content": "You are a very patient assistant who explains things slowly, in many words."}
+DIALOG = [SYSTEM, {"role": "user", "content": "Please tell me what you can do for me today."}]
+
+
+def next_turn(reply: Any) -> list[dict[str, Any]]:
+    answer = {"role": "assistant", "content": reply["choices"][0]["message"]["content"]}
+    return [*DIALOG, answer, {"role": "user", "content": "And what else?"}]
+
+
+def chat(api: RunningApi, *messages: dict[str, Any]) -> tuple[Any, int]:
+    """The reply, which must be the right one, and its restored tokens; all snapshots are stored when this returns."""
+    reply = api.chat(*messages)
+    assert reply["choices"][0]["message"]["content"] == "Hello there, friend."
+    api.saved()
+    return reply, reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.fixture
+def client(store: EmbeddedStore) -> Iterator["redis.Redis"]:
+    with redis.Redis.from_url(store.url) as connected:
+        yield connected
+
+
+@pytest.fixture
+def proxy(store: EmbeddedStore) -> Iterator[SlowProxy]:
+    with SlowProxy(store.url.removeprefix("unix://")) as between:
+        yield between
+
+
+@pytest.fixture
+def cold(engine: ScriptedEngine) -> ScriptedEngine:
+    """An engine that keeps nothing: what is restored came from the store."""
+    engine.keeps_hot = False
+    return engine
+
+
+def test_what_is_in_the_store(
+    start_api: Callable[..., RunningApi], store: EmbeddedStore, client: Any, cold: ScriptedEngine
+) -> None:
+    chat(start_api(redis_url=store.url, snapshot_ttl_s=1000), *DIALOG)
+    names = client.keys("*")
+    texts = [name for name in names if name.startswith(b"thimble:1:text:")]
+    states = [name for name in names if name.startswith(b"thimble:1:state:")]
+    assert len(texts) == len(states) == 3
+    assert len(names) == 6
+    for name in names:
+        assert 900 < client.ttl(name) <= 1000
+    for name in states:
+        fields = client.hgetall(name)
+        assert int(fields.pop(b"size")) == sum(map(len, fields.values())) == cold.payload_bytes
+        assert max(map(len, fields.values())) <= 1024 * 1024
+
+
+def test_use_renews_the_ttl(
+    start_api: Callable[..., RunningApi], store: EmbeddedStore, client: Any, cold: ScriptedEngine
+) -> None:
+    api = start_api(redis_url=store.url, snapshot_ttl_s=1000)
+    reply, _ = chat(api, *DIALOG)
+    for name in client.keys("*"):
+        client.expire(name, 10)
+    assert chat(api, *next_turn(reply))[1] > 0
+    assert sum(client.ttl(name) > 900 for name in client.keys("*")) >= 4
+
+
+def test_a_dead_store_costs_only_its_snapshots(
+    start_api: Callable[..., RunningApi], proxy: SlowProxy, cold: ScriptedEngine
+) -> None:
+    api = start_api(redis_url=f"redis://127.0.0.1:{proxy.port}", redis_timeout_ms=500)
+    reply, _ = chat(api, *DIALOG)
+    assert chat(api, *next_turn(reply))[1] > 0
+    proxy.go_away()
+    for _ in range(3):
+        began = time.monotonic()
+        assert chat(api, *next_turn(reply))[1] == 0
+        assert time.monotonic() - began < 1
+    assert api.metric("snapshot_store_available") == 0
+    assert cold.calls[-1].start.heads_only
+    assert api.client.get("/ready").json()["snapshot_store"] == "not available"
+    proxy.come_back()
+    until = time.monotonic() + 10
+    while api.metric("snapshot_store_available") == 0 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert chat(api, *next_turn(reply))[1] > 0, "it does not recover by itself"
+
+
+def test_a_store_that_was_never_there(start_api: Callable[..., RunningApi], engine: ScriptedEngine) -> None:
+    api = start_api(redis_url="redis://127.0.0.1:1")
+    reply, _ = chat(api, *DIALOG)
+    assert chat(api, *next_turn(reply))[1] > 0, "the engine's hot states are of use all the same"
+
+
+def test_a_slow_store_delays_one_chat_by_its_timeout(
+    start_api: Callable[..., RunningApi], proxy: SlowProxy, cold: ScriptedEngine
+) -> None:
+    api = start_api(redis_url=f"redis://127.0.0.1:{proxy.port}", redis_timeout_ms=300)
+    reply, _ = chat(api, *DIALOG)
+    proxy.delay_s = 2
+    times = []
+    for _ in range(4):
+        began = time.monotonic()
+        api.chat(*next_turn(reply))
+        times.append(time.monotonic() - began)
+    assert max(times) < 1
+    assert sum(spent > 0.3 for spent in times) == 1, f"more than one waited: {times}"
+
+
+def test_a_store_that_gets_slow_while_it_is_read(
+    start_api: Callable[..., RunningApi], proxy: SlowProxy, cold: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It offers what it cannot send: the engine is told, and reads the prompt from its first token."""
+    monkeypatch.setattr("services.api.store.TRANSFER_TIMEOUT", 1)
+    api = start_api(redis_url=f"redis://127.0.0.1:{proxy.port}", redis_timeout_ms=300)
+    reply, _ = chat(api, *DIALOG)
+    real = api.app.state.chats.snapshots.payload
+
+    def slow(plan: Any, state_id: bytes) -> Any:
+        proxy.delay_s = 2
+        return real(plan, state_id)
+
+    monkeypatch.setattr(api.app.state.chats.snapshots, "payload", slow)
+    began = time.monotonic()
+    answer = api.chat(*next_turn(reply))
+    assert time.monotonic() - began < 2
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert cold.calls[-1].source == "REFUSED"
+
+
+def test_a_full_store(
+    start_api: Callable[..., RunningApi], store: EmbeddedStore, client: Any, cold: ScriptedEngine
+) -> None:
+    client.config_set("maxmemory-policy", "noeviction")
+    client.config_set("maxmemory", client.info("memory")["used_memory"] + 3_500_000)
+    api = start_api(redis_url=store.url)
+    reply, _ = chat(api, *DIALOG)
+    assert api.metric("snapshot_writes_total", result="refused") > 0
+    assert api.metric("snapshot_store_available") == 1
+    chat(api, *next_turn(reply))
+    for name in client.keys("thimble:1:state:*"):
+        assert client.hexists(name, "size"), "half a payload stayed behind"
+
+
+def test_eviction_takes_whole_payloads(
+    start_api: Callable[..., RunningApi], store: EmbeddedStore, client: Any, cold: ScriptedEngine
+) -> None:
+    client.config_set("maxmemory", client.info("memory")["used_memory"] + 12_000_000)
+    api = start_api(redis_url=store.url)
+    for number in range(5):
+        chat(api, SYSTEM, {"role": "user", "content": f"This is quite another question with the number {number}."})
+    assert client.info("stats")["evicted_keys"] > 0
+    reply, _ = chat(api, *DIALOG)
+    assert chat(api, *next_turn(reply))[1] > 0
+    for name in client.keys("thimble:1:state:*"):
+        assert client.hlen(name) == 4
+
+
+def spoil_type(client: Any) -> None:
+    for name in client.keys("*"):
+        client.delete(name)
+        client.set(name, b"something else")
+
+
+def spoil_records(client: Any) -> None:
+    for name in client.keys("thimble:1:text:*"):
+        client.hset(name, mapping={"head": b"\xff" * 40, "ids": b"\x01"})
+
+
+def spoil_ids(client: Any) -> None:
+    """Well-formed records that claim other ids: the check against the text must find it."""
+    for name in client.keys("thimble:1:text:*"):
+        ids = bytearray(client.hget(name, "ids"))
+        ids[40:44] = (77).to_bytes(4, "little")
+        client.hset(name, "ids", bytes(ids))
+
+
+def spoil_payloads(client: Any) -> None:
+    for name in client.keys("thimble:1:state:*"):
+        chunk = client.hget(name, "1")
+        client.hset(name, "1", b"\0" * len(chunk))
+
+
+def spoil_lengths(client: Any) -> None:
+    for name in client.keys("thimble:1:state:*"):
+        client.hset(name, "1", b"short")
+
+
+def drop_chunks(client: Any) -> None:
+    for name in client.keys("thimble:1:state:*"):
+        client.hdel(name, "1")
+
+
+def drop_payloads(client: Any) -> None:
+    client.delete(*client.keys("thimble:1:state:*"))
+
+
+def drop_records(client: Any) -> None:
+    client.delete(*client.keys("thimble:1:text:*"))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        spoil_type,
+        spoil_records,
+        spoil_ids,
+        spoil_payloads,
+        spoil_lengths,
+        drop_chunks,
+        drop_payloads,
+        drop_records,
+    ],
+)
+def test_rubbish_under_our_keys(
+    start_api: Callable[..., RunningApi],
+    store: EmbeddedStore,
+    client: Any,
+    cold: ScriptedEngine,
+    folder: ModelFolder,
+    spoil: Callable[[Any], None],
+) -> None:
+    reply, _ = chat(start_api(redis_url=store.url), *DIALOG)
+    spoil(client)
+    api = start_api(redis_url=store.url)  # remembers nothing
+    again, restored = chat(api, *next_turn(reply))
+    assert restored == 0
+    ids = list(cold.calls[-1].start.ids)
+    prompt = folder.template.prompt(next_turn(reply), None, {"enable_thinking": False})
+    assert ids == folder.tokenizer.encode(prompt.text), "the prompt was spoilt"
+    if spoil is spoil_payloads:
+        assert cold.calls[-1].source == "REFUSED"
+    if spoil is spoil_ids:
+        assert api.metric("snapshot_mismatches_total") > 0
+    assert chat(api, *next_turn(reply))[1] > 0, "the rubbish was not replaced"
+    assert again["usage"]["prompt_tokens"] == len(ids)
+
+
+def test_a_server_that_is_no_redis(start_api: Callable[..., RunningApi], engine: ScriptedEngine) -> None:
+    api = start_api()
+    other = start_api(redis_url=api.url.replace("http", "redis"))
+    reply, _ = chat(other, *DIALOG)
+    chat(other, *next_turn(reply))
+
+
+def test_records_survive_their_form_and_nothing_else_does() -> None:
+    record = Record(Head(b"\x01" * 16, ids=3, tokens=2, size_bytes=10, chunks=1), (7, 4095, 131071))
+    fields = to_fields(record)
+    head = head_from_field(fields["head"])
+    assert head == record.head
+    assert record_from_field(head, fields["ids"]) == record
+    for wrong in (None, b"", b"x", fields["head"][:20], b"\0" * 40, 5, ValueError()):
+        assert head_from_field(wrong) is None
+    for wrong in (None, b"", fields["ids"][:-1], fields["ids"] + b"\0" * 4):
+        assert record_from_field(head, wrong) is None
+    with pytest.raises(ValueError, match="fit"):
+        Head(b"\x01", ids=2, tokens=3, size_bytes=0, chunks=0)
+
+
+def test_memory_of_records_is_bounded() -> None:
+    memory = RecordMemory(most_records=3, most_ids=100)
+    for number in range(5):
+        memory.put(bytes([number]), Record(Head(b"s", 10, 10, 0, 0), tuple(range(10))))
+    assert len(memory) == 3
+    assert set(memory.find({0: b"\0", 2: b"\2", 4: b"\4"})) == {2, 4}
+    memory.put(b"x", Record(Head(b"s", 85, 85, 0, 0), tuple(range(85))))
+    assert set(memory.find({4: b"\4", 9: b"x"})) == {4, 9}
+    assert len(memory) == 2
+    memory.forget(b"x")
+    assert set(memory.find({9: b"x"})) == set()
+
+
+def test_a_key_names_all_that_matters() -> None:
+    space = space_of("model", "arithmetic")
+    key = boundary_keys(space, "some text", [4, 9])
+    assert boundary_keys(space, "some other", [4])[4] == key[4]
+    others = [
+        boundary_keys(space, "some texT", [9])[9],
+        boundary_keys(space, "some text ", [10])[10],
+        boundary_keys(space_of("other", "arithmetic"), "some text", [9])[9],
+        boundary_keys(space_of("model", "other"), "some text", [9])[9],
+        boundary_keys(space_of("modela", "rithmetic"), "some text", [9])[9],
+        boundary_keys(space, "some text", [9], images=[(2, b"cat")])[9],
+        boundary_keys(space, "some text", [9], images=[(2, b"dog")])[9],
+        boundary_keys(space, "some \ud80bext", [9])[9],
+    ]
+    assert len({key[9], *others}) == len(others) + 1
+    assert boundary_keys(space, "some text", [4, 9], images=[(5, b"cat")])[4] == key[4], "a picture behind the boundary"
