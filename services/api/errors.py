@@ -139,6 +139,7 @@ BY_ENGINE_CODE: dict[str, type[ApiError]] = {
     "bad_store": EngineFailed,
     "disk": EngineFailed,
     "memory_plan": EngineFailed,
+    "out_of_pages": QueueFull,  # other dialogs hold the memory: it comes back
     "bad_snapshot": EngineFailed,
     "bad_request": EngineFailed,
     "bad_ids": EngineFailed,
@@ -151,6 +152,7 @@ BY_ENGINE_CODE: dict[str, type[ApiError]] = {
     "cancelled": EngineLost,  # we did not cancel, so the engine is going away
     "step_failed": EngineFailed,
     "engine_stopping": EngineLost,
+    "internal": EngineFailed,  # a bug of the engine's
 }
 
 BY_STATUS: dict[grpc.StatusCode, type[ApiError]] = {
