@@ -68,7 +68,7 @@ class Running:
     def wait_until_ready(self) -> "Running":
         self.wait_for(r"Ctrl-C")
         self.url = self.wait_for(r"http://127\.0\.0\.1:\d+").group()
-        self.engine_metrics_url = self.wait_for(r"http://127\.0\.0\.1:\d+/metrics").group()
+        self.engine_metrics_url = self.wait_for(r"/metrics and (\S+/metrics)").group(1)
         return self
 
     def client(self) -> openai.OpenAI:

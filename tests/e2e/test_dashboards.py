@@ -9,6 +9,7 @@ import pytest
 import yaml
 from panels import DASHBOARDS, GRAFANA, Query, panel_queries, rule_queries
 from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
 
 from services.api.metrics import Metrics as ApiMetrics
 from services.engine.experts.store import Store
@@ -16,6 +17,7 @@ from services.engine.experts.streamer import open_experts
 from services.engine.metrics import Metrics as EngineMetrics
 from services.engine.request import Info
 
+SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 SCRAPE = {"job", "instance"}
 BY_PROMETHEUS = {"up": set[str]()}
 RECORDED = {"thimble:expert_hit_ratio:rate10m": {"model_name"}}
@@ -24,27 +26,23 @@ Declared = dict[str, set[str]]
 
 
 def series(registry: CollectorRegistry) -> Declared:
-    """Every sample name, as PromQL sees it, with its labels. Families without a series yet count by declaration."""
+    """Every series name that scrapes may bring, with its labels; families whose series come with use as well."""
     found: Declared = {}
-    for collector in list(registry._collector_to_names):
-        labels = set(getattr(collector, "_labelnames", ()))
-        kind = getattr(collector, "_type", "")
-        for name in registry._collector_to_names[collector]:
-            if name.endswith("_created"):
-                continue
-            found[name] = labels | ({"le"} if kind == "histogram" and name.endswith("_bucket") else set())
+    for collector in set(registry._collector_to_names):
+        assert isinstance(collector, MetricWrapperBase)
+        for suffix in SUFFIXES[collector._type]:
+            found[collector._name + suffix] = {*collector._labelnames, *({"le"} if suffix == "_bucket" else ())}
     return found
 
 
 @pytest.fixture(scope="session")
 def declared(demo_store: Store) -> Declared:
     """What both services declare, read from the registries that they serve."""
-    info = Info("m", "", "", 1, 1, 1, 1, False, "cpu", "0")
-    experts = open_experts(demo_store, slots=8)
+    registry = CollectorRegistry()
+    experts = open_experts(demo_store, slots=8, readers=1, workers=1)
     try:
-        return (
-            series(EngineMetrics(info, experts).registry) | series(ApiMetrics("0").registry) | RECORDED | BY_PROMETHEUS
-        )
+        EngineMetrics(Info("m", "", "", 1, 1, 1, 1, False, "cpu", "0"), experts, registry)
+        return series(registry) | series(ApiMetrics("0").registry) | RECORDED | BY_PROMETHEUS
     finally:
         experts.close()
 
