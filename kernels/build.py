@@ -40,19 +40,19 @@ def library() -> Path:
     """The shared library, built now unless it already is. Raises BuildError. Safe in many processes at once."""
     sources = _sources()
     try:
-        compiler, version = _compiler()
+        path, version = compiler()
     except BuildError:
         ready = sorted(_folder().glob(f"libthimble-{_hash_of_sources(sources)}-*.so"))
         if not ready:
             raise
         return ready[-1]
-    return _built("libthimble", ".so", sources, compiler, version, ("-shared",), ())
+    return _built("libthimble", ".so", sources, path, version, ("-shared",), ())
 
 
 def program(main: Path, name: str, extra: Sequence[str] = ()) -> Path:
     """An executable of all sources and `main`, with extra flags everywhere (a sanitizer's, say). Raises BuildError."""
-    compiler, version = _compiler()
-    return _built(name, "", [*_sources(), main], compiler, version, (), extra)
+    path, version = compiler()
+    return _built(name, "", [*_sources(), main], path, version, (), extra)
 
 
 def _built(
@@ -102,7 +102,8 @@ def _run(command: Sequence[str]) -> None:
         raise BuildError(f"the C++ build failed: {' '.join(command)}\n{done.stderr[-4000:]}")
 
 
-def _compiler() -> tuple[str, str]:
+def compiler() -> tuple[str, str]:
+    """The path and the version text of the C++ compiler. Raises BuildError if there is none."""
     for name in COMPILERS:
         path = shutil.which(name)
         if path:
