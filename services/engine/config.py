@@ -28,6 +28,7 @@ class EngineConfig:
         0.0, "GB", "RAM for expert blocks; 0: half of what is free, or all experts if less"
     )
     expert_slots: int = setting(0, "blocks", "exact number of slots instead of expert_cache_gb; 0: not set")
+    lock_memory: bool = setting(False, "", "never swap the expert cache out; needs the right to lock that much memory")
     readers: int = setting(4, "threads", "disk reads in flight")
     workers: int = setting(0, "threads", "threads that compute experts; 0: cores minus two, at least one")
 
@@ -40,7 +41,7 @@ class EngineConfig:
     prefill_chunk_tokens: int = setting(64, "tokens", "prompt tokens read between two tokens of the other sequences")
 
     hot_states_gb: float = setting(
-        0.5, "GB", "RAM for states kept after a request, so that the next need not send them"
+        1.0, "GB", "RAM for states kept after a request, so that the next need not send them"
     )
     snapshot_timeout_s: float = setting(60.0, "s", "longest wait for a client to send or to take one snapshot")
     stop_timeout_s: float = setting(5.0, "s", "how long requests under way may go on after a stop signal")

@@ -4,6 +4,7 @@ Whatever may change a bit of a state or a logit is in it: the weights, the sourc
 variant of each kernel that was chosen at start, and the libraries and the machine those variants lean on.
 """
 
+import functools
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,8 +30,12 @@ def arithmetic_fingerprint(model_fingerprint: str, variants: Mapping[str, str]) 
     return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
 
 
+@functools.cache
 def _sources() -> str:
-    """A hash over the text of the kernels and of the model: no edit that changes bits can be forgotten."""
+    """A hash over the text of the kernels and of the model: no edit that changes bits can be forgotten.
+
+    Once a process: an edit of a file after that is not what runs.
+    """
     root = Path(kernels.__file__).parent
     files = sorted(path for path in root.rglob("*") if path.suffix in SUFFIXES)
     digest = hashlib.blake2b(digest_size=32)

@@ -3,14 +3,14 @@
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from toy_engine import CONFIG, INFO, Gate, Toy, answer, toy
+from toy_engine import CONFIG, INFO, Gate, Toy, answer, soon, toy
 from toy_server import Running, Stream, channel_to, code_of, serving, start
 
 from services.engine.server import Server
@@ -37,16 +37,6 @@ def running(t: Toy) -> Iterator[Running]:
 def channel(running: Running) -> Iterator[grpc.Channel]:
     with channel_to(running) as channel:
         yield channel
-
-
-def soon(condition: Callable[[], bool]) -> bool:
-    """Whether it becomes true within seconds."""
-    deadline = time.monotonic() + 20
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def tokens(messages: list[pb.GenerateOut]) -> list[int]:

@@ -6,6 +6,7 @@ sum), so a state restored wrongly gives another answer.
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -209,7 +210,7 @@ class Call:
     def until(self, *kinds: type) -> Event:
         """Wait for the next event of these kinds."""
         while True:
-            event = self._queue.get(timeout=20)
+            event = self._queue.get(timeout=60)
             self.events.append(event)
             if isinstance(event, kinds):
                 return event
@@ -230,6 +231,16 @@ class Call:
         return [event.id for event in self.events if isinstance(event, Token)]
 
 
+def soon(condition: Callable[[], bool]) -> bool:
+    """Whether it becomes true within seconds."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
 class Gate:
     """Holds back the model's calls: put it into `ToyModel.before`."""
 
@@ -242,7 +253,7 @@ class Gate:
         with self._changed:
             self._arrived += 1
             self._changed.notify_all()
-            assert self._changed.wait_for(lambda: self._arrived <= self._allowed, timeout=20)
+            assert self._changed.wait_for(lambda: self._arrived <= self._allowed, timeout=60)
 
     def allow(self, calls: int) -> None:
         """Let this many calls through, counted from the start."""
@@ -254,7 +265,7 @@ class Gate:
         """Let all calls before the `call`-th through, and wait until that one stands at the gate."""
         self.allow(call - 1)
         with self._changed:
-            assert self._changed.wait_for(lambda: self._arrived == call, timeout=20)
+            assert self._changed.wait_for(lambda: self._arrived == call, timeout=60)
 
     def open(self) -> None:
         self.allow(1 << 60)

@@ -1,0 +1,108 @@
+"""`python -m services.engine`: settings, load, serve, stop. Owns the process: signals, exit status, what is printed.
+
+Both ports are taken at once; health says NOT_SERVING while the model loads. Exit status: 0 after a stop signal, 2 if
+a setting, the store or the machine is not fit, 1 if the engine failed.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from prometheus_client import CollectorRegistry
+
+from services.engine.config import EngineConfig, read_config
+from services.engine.engine import Engine
+from services.engine.errors import EngineError
+from services.engine.load import load
+from services.engine.metrics import MetricsServer
+from services.engine.server import Server
+from services.settings import SettingError, describe
+
+T = TypeVar("T")
+
+LOADER = "load"  # the thread that loads the model
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        config = read_config(os.environ)
+        say(f"settings\n{describe(config)}")
+        status = asyncio.run(run(config))
+    except (SettingError, EngineError) as error:
+        print(f"thimble engine: {error}", file=sys.stderr)
+        return 2
+    if any(thread.name == LOADER for thread in threading.enumerate()):
+        # Stopped while loading. Python would end that thread in the middle of torch's C++, which aborts the process.
+        sys.stdout.flush()
+        os._exit(status)
+    return status
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+async def run(config: EngineConfig) -> int:
+    """Until a stop signal or the engine's failure; returns the exit status. Raises SettingError and EngineError."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    registry = CollectorRegistry()
+    metrics_server = MetricsServer(registry, config.metrics_host, config.metrics_port)
+    try:
+        server = Server(config.host, config.port, config.snapshot_timeout_s)
+        await server.start()
+        try:
+            say(f"listening on {config.host}:{server.port}, loading {config.store}")
+            loading = asyncio.wrap_future(_in_background(lambda: load(config, registry, say)))
+            if await _stopped_before(loading, stop):
+                return 0
+            parts = loading.result()
+            engine = Engine(parts.info, parts.scheduler, parts.experts)
+            await server.serve(engine)
+            say(
+                f"ready: gRPC on {config.host}:{server.port}, "
+                f"metrics on http://{config.metrics_host}:{metrics_server.port}/metrics"
+            )
+            failed = not await _stopped_before(asyncio.wrap_future(engine.ended), stop)
+            say("stopping")
+            return int(failed)
+        finally:
+            await server.stop(config.stop_timeout_s)
+    finally:
+        metrics_server.close()
+
+
+async def _stopped_before(work: "asyncio.Future[Any]", stop: asyncio.Event) -> bool:
+    """Wait for the stop signal or the end of `work`; True if it is the signal that came."""
+    stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
+    await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    return not work.done()
+
+
+def _in_background(work: Callable[[], T]) -> "Future[T]":
+    """Not in the loop's executor, which is waited for at the end: a stop signal must not wait for a model to load."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=LOADER, daemon=True).start()
+    return future
+
+
+if __name__ == "__main__":
+    sys.exit(main())

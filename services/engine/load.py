@@ -1,0 +1,75 @@
+"""From settings to the parts of an engine: opens the store, plans the memory, loads the weights, opens the experts.
+
+Takes minutes for a large model and starts no engine thread, so that whoever calls it may give up waiting.
+"""
+
+import importlib.metadata
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+
+from services.engine.config import EngineConfig
+from services.engine.experts.store import Store
+from services.engine.experts.streamer import Experts, open_experts
+from services.engine.fingerprint import arithmetic_fingerprint
+from services.engine.metrics import Metrics
+from services.engine.model import Model
+from services.engine.pages import PagePool
+from services.engine.plan import Machine, make_plan
+from services.engine.request import Info
+from services.engine.scheduler import Scheduler
+from services.engine.snapshots.hot import HotStates
+from services.engine.snapshots.payload import PayloadFormat
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an `Engine` is made of. `experts` must be closed by whoever does not make one."""
+
+    info: Info
+    scheduler: Scheduler
+    experts: Experts
+
+
+def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str], None]) -> Parts:
+    """Raises StoreError or MemoryPlanError, if it can before anything large is read. `say` gets lines for the log."""
+    begin = time.perf_counter()
+    store = Store.open(config.store)
+    plan = make_plan(config, store, Machine.here())
+    say(f"plan: {plan}")
+    store.check_dense()
+    info = Info(
+        model=config.model_name or served_name(store),
+        model_fingerprint=store.fingerprint,
+        arithmetic_fingerprint=arithmetic_fingerprint(store.fingerprint, {}),
+        vocab_size=store.config.vocab_size,
+        context_tokens=plan.context_tokens,
+        max_sequences=config.max_sequences,
+        queue_limit=config.queue_limit,
+        vision=False,
+        device="cpu",
+        version=importlib.metadata.version("thimble"),
+    )
+    experts = open_experts(
+        store, slots=plan.slots, readers=plan.readers, workers=plan.workers, lock_memory=config.lock_memory
+    )
+    try:
+        model = Model(store.dense(), store.config, experts)
+        payloads = PayloadFormat(store.config, info.model_fingerprint, info.arithmetic_fingerprint)
+        hot = HotStates(payloads, info.arithmetic_fingerprint, plan.hot_bytes)
+        metrics = Metrics(info, experts, registry)
+        pool = PagePool(store.config, plan.pages)
+        scheduler = Scheduler(model, pool, hot, metrics, config.max_sequences, config.prefill_chunk_tokens)
+    except BaseException:
+        experts.close()
+        raise
+    say(f"loaded {info.model}, fingerprint {info.model_fingerprint}, in {time.perf_counter() - begin:.1f} s")
+    return Parts(info, scheduler, experts)
+
+
+def served_name(store: Store) -> str:
+    """The checkpoint's folder name, made fit for an HTTP model id."""
+    return re.sub(r"[^!-~]+", "-", str(store.source.get("folder", ""))).strip("-") or "model"
