@@ -14,12 +14,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels.attention.reference import attend
+from kernels.attention.cpu import attend
 from kernels.elementary.reference import exp
-from kernels.linear.reference import linear
-from kernels.mamba.reference import causal_conv, selective_scan
-from kernels.norm.reference import gated_group_rms_norm, rms_norm
-from kernels.router.reference import choose
+from kernels.linear.cpu import linear
+from kernels.mamba.cpu import causal_conv, selective_scan
+from kernels.norm.cpu import gated_group_rms_norm, rms_norm
+from kernels.router.cpu import choose
 from services.engine.experts.streamer import Experts
 from services.engine.model_config import ModelConfig
 from services.engine.state import State
