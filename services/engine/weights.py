@@ -67,7 +67,6 @@ class DenseWeights:
     def __init__(self, entries: Mapping[str, Entry], config: ModelConfig) -> None:
         """Raises CheckpointError if a tensor is missing, unknown or misshapen."""
         self._entries = entries
-        self._plain = tuple(dense_tensors(config).plain)
         self.formats = check_tensors(entries, dense_tensors(config))
 
     def linear(self, name: str) -> Linear:
@@ -77,11 +76,6 @@ class DenseWeights:
     def plain(self, name: str) -> Tensor:
         """float32 values of a tensor that is never quantised, by its full name (`layers.0.norm.weight`)."""
         return self._entries[name].read().to(torch.float32)
-
-    def dequantised(self) -> dict[str, Tensor]:
-        """Everything as float32, by full name (`lm_head.weight`): what the CPU engine computes with."""
-        values = {name: self.plain(name) for name in self._plain}
-        return values | {f"{name}.weight": self.linear(name).dequantise() for name in self.formats}
 
 
 def dense_tensors(config: ModelConfig) -> Expected:
