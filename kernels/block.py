@@ -11,6 +11,7 @@ A block holds one expert's packed weights, in this order, padded to whole pages 
 a row that need not be read. Packing is a permutation of codes: no value changes. Per-tensor scales are in the manifest.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,6 +92,16 @@ class BlockLayout:
         rows = block[self.down_values : self.down_scales].reshape(self.width, self.latent // 2)
         scales = block[self.down_scales : self.used_bytes].reshape(self.width // GROUP, self.latent)
         return up_weight.copy(), up_scale.copy(), _repack_nibbles(_split_nibbles(rows).T), scales.T.copy()
+
+    def rotate_neurons(self, block: Bytes, groups: int) -> Bytes:
+        """The same expert with its neurons in another order, each `groups` 16-neuron groups later: other bytes at every
+        place, the same function."""
+        rotated = block.copy()
+        parts = (self.up_values, self.up_scales, self.down_values, self.down_scales, self.used_bytes)
+        for begin, end in itertools.pairwise(parts):
+            by_group = block[begin:end].reshape(self.width // GROUP, -1)
+            rotated[begin:end] = np.roll(by_group, groups, axis=0).reshape(-1)
+        return rotated
 
 
 def _split_nibbles(packed: Bytes) -> Bytes:

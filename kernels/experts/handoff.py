@@ -4,9 +4,11 @@ One exchange per MoE layer. Memory (all host memory mapped into the GPU's addres
 
     turn       int32, device   how many exchanges the GPU has begun; only `post_kernel` writes it
     posted     int32, mapped   GPU -> host: request number `turn` is complete in `ids` and `x`
-    planned    int32, mapped   host -> GPU: `plan` holds the work of request number `turn` for the GPU
+    planned    int32, mapped   host -> GPU: `plan` holds the GPU's work of request number `turn`; one flag for each
+                               wave, where the bytes of some experts are announced before those of others
     finished   int32, mapped   host -> GPU: the host's results of request number `turn` are in `host_y`
     stop       int32, device   1 = a wait ran out of time: every later wait of the graph passes at once (see below)
+    waited     int64, mapped   GPU -> host: nanoseconds that the last wait for results took
 
 Order: data is written first, then a barrier, then the flag with a release store at system scope; the reader spins with
 acquire loads. A number is never reused, so a late answer to an old request can't be taken for a new one. Each wait is
@@ -51,13 +53,24 @@ def _nanoseconds(anchor):
 
 @triton.jit
 def post_kernel(
-    turn, posted, ids, x, host_ids, host_x, IDS: tl.constexpr, IDS_PADDED: tl.constexpr, VALUES: tl.constexpr
+    turn,
+    posted,
+    layer,
+    ids,
+    x,
+    host_ids,
+    host_x,
+    IDS: tl.constexpr,
+    IDS_PADDED: tl.constexpr,
+    VALUES: tl.constexpr,
+    VALUES_PADDED: tl.constexpr,
 ):
-    """Copies ids int32 [IDS] and x float32 [VALUES] to mapped memory, then announces them. One program."""
-    at = tl.arange(0, IDS_PADDED)
-    tl.store(host_ids + at, tl.load(ids + at, mask=at < IDS), mask=at < IDS)
-    value = tl.arange(0, VALUES)
-    tl.store(host_x + value, tl.load(x + value))
+    """Copies ids int32 [IDS], the layer's number and x float32 [VALUES] to mapped memory, then announces them."""
+    at = tl.arange(0, IDS_PADDED)  # one program; IDS_PADDED > IDS
+    words = tl.where(at < IDS, tl.load(ids + at, mask=at < IDS, other=0), layer)
+    tl.store(host_ids + at, words, mask=at <= IDS)
+    value = tl.arange(0, VALUES_PADDED)
+    tl.store(host_x + value, tl.load(x + value, mask=value < VALUES), mask=value < VALUES)
     number = tl.load(turn) + 1
     tl.debug_barrier()
     tl.store(turn, number)
@@ -65,8 +78,11 @@ def post_kernel(
 
 
 @triton.jit
-def wait_kernel(turn, flag, stop, timeout_ns, plan, plan_here, PLAN: tl.constexpr, PLAN_PADDED: tl.constexpr):
-    """Waits until the host has answered this turn, then copies PLAN int64 words from mapped to device memory."""
+def wait_kernel(turn, flag, stop, timeout_ns, waited, plan, plan_here, PLAN: tl.constexpr, PLAN_PADDED: tl.constexpr):
+    """Waits until the host has answered this turn, then copies PLAN int64 words from mapped to device memory.
+
+    Where the wait ran out of time the words are zero: no item, and nothing of the host's memory is read any more.
+    """
     number = tl.load(turn)
     stopped = tl.load(stop)
     zero = number.to(tl.int64) * 0
@@ -77,6 +93,7 @@ def wait_kernel(turn, flag, stop, timeout_ns, plan, plan_here, PLAN: tl.constexp
         stopped = (_nanoseconds(zero) - begin > timeout_ns).to(tl.int32)
     tl.debug_barrier()
     tl.store(stop, stopped)
+    tl.store(waited, _nanoseconds(zero) - begin)
     if PLAN > 0:
         at = tl.arange(0, PLAN_PADDED)
         words = tl.load(plan + at, mask=at < PLAN, other=0, volatile=True)

@@ -25,6 +25,7 @@ SUBCOMMANDS = {
     "demo": Subcommand("services.tools.demo", "make the demo's store, unless it is there"),
     "quantize": Subcommand("services.tools.quantize", "a BF16 checkpoint to the ModelOpt NVFP4/FP8 layout"),
     "repack": Subcommand("services.tools.repack", "a checkpoint to the store that the engine reads"),
+    "bench": Subcommand("services.tools.bench", "measure a part of the engine on this machine"),
     "perplexity": Subcommand("services.tools.perplexity", "how well a checkpoint predicts given texts"),
 }
 

@@ -62,13 +62,13 @@ KERNELS = [
     ),
     (
         handoff.post_kernel,
-        "turn:*i32 posted:*i32 ids:*i32 x:*fp32 host_ids:*i32 host_x:*fp32",
-        {"IDS": 22, "IDS_PADDED": 32, "VALUES": 1024},
+        "turn:*i32 posted:*i32 layer:i32 ids:*i32 x:*fp32 host_ids:*i32 host_x:*fp32",
+        {"IDS": 22, "IDS_PADDED": 32, "VALUES": 1024, "VALUES_PADDED": 1024},
         4,
     ),
     (
         handoff.wait_kernel,
-        "turn:*i32 flag:*i32 stop:*i32 timeout_ns:i64 plan:*i64 plan_here:*i64",
+        "turn:*i32 flag:*i32 stop:*i32 timeout_ns:i64 waited:*i64 plan:*i64 plan_here:*i64",
         {"PLAN": 128, "PLAN_PADDED": 128},
         1,
     ),

@@ -87,3 +87,12 @@ def test_sizes_that_cannot_be_packed_are_refused(latent: int, width: int) -> Non
 def test_a_block_of_the_wrong_size_is_refused() -> None:
     with pytest.raises(ValueError, match="block"):
         ODD.unpack(np.zeros(ODD.block_bytes + 1, np.uint8))
+
+
+def test_rotated_neurons_keep_their_weights() -> None:
+    given = tensors(ODD, 6)
+    rotated = ODD.unpack(ODD.rotate_neurons(ODD.pack(*given), 1))
+    assert np.array_equal(rotated[0], np.roll(given[0], 16, axis=0))
+    assert np.array_equal(rotated[1], np.roll(given[1], 16, axis=0))
+    assert np.array_equal(rotated[2], np.roll(given[2], 8, axis=1))
+    assert np.array_equal(rotated[3], np.roll(given[3], 1, axis=1))

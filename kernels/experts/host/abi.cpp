@@ -12,6 +12,8 @@
 #include "kernels/experts/host/step.h"
 #include "kernels/experts/host/xxh64.h"
 
+#include "kernels/experts/host/abi.h"
+
 using namespace thimble;
 
 namespace {
@@ -29,6 +31,13 @@ void write(char* message, int64_t bytes, const std::string& text) { std::snprint
 Host& host_of(void* host) { return *static_cast<Host*>(host); }
 
 }  // namespace
+
+namespace thimble {
+
+Step& step_of(void* host) { return *host_of(host).step; }
+const Catalog& catalog_of(void* host) { return host_of(host).catalog; }
+
+}  // namespace thimble
 
 // `sizes`: latent, width, the four offsets of a block, its bytes. Then per key (layer * experts + expert): offset in the
 // file, XXH64, the two scales. Null with a message if it cannot be had. The workers must outlive the host.
@@ -78,6 +87,13 @@ THIMBLE_API int thimble_host_step(void* host, int layer, int rows, int top_k, co
   if (error.empty()) return 0;
   write(message, message_bytes, error);
   return 1;
+}
+
+// Where the slots lie and how many bytes they have, for page-locking them for a GPU.
+THIMBLE_API uint64_t thimble_host_memory(void* host, int64_t* bytes) {
+  const Host& h = host_of(host);
+  *bytes = int64_t(h.cache->slots()) * h.catalog.shape.block_bytes;
+  return reinterpret_cast<uint64_t>(h.cache->memory(Lease{0, 0}));
 }
 
 // A hint: what is not an expert of this model is left out.

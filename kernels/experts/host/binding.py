@@ -77,6 +77,8 @@ def _library() -> ctypes.CDLL:
     lib.thimble_host_counters.argtypes = (pointer, pointer)
     lib.thimble_host_check.argtypes = (pointer, *message)
     lib.thimble_host_notice.argtypes = (pointer, *message)
+    lib.thimble_host_memory.restype = ctypes.c_uint64
+    lib.thimble_host_memory.argtypes = (pointer, ctypes.POINTER(ctypes.c_int64))
     lib.thimble_xxh64.restype = ctypes.c_uint64
     lib.thimble_xxh64.argtypes = (pointer, ctypes.c_uint64)
     return lib
@@ -159,6 +161,16 @@ class Host:
         """These experts may be needed soon. Ids that are not of this model are left out."""
         array = np.ascontiguousarray(ids, np.int32)
         _library().thimble_host_prefetch(self._open(), layer, array.ctypes.data, array.size)
+
+    @property
+    def address(self) -> int:
+        """Of the open host in the library, for other parts of it."""
+        return self._open()
+
+    def memory(self) -> tuple[int, int]:
+        """Address and bytes of the slots: what is page-locked for a GPU."""
+        size_bytes = ctypes.c_int64()
+        return int(_library().thimble_host_memory(self._open(), ctypes.byref(size_bytes))), size_bytes.value
 
     @property
     def shape(self) -> Any:

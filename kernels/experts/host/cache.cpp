@@ -13,7 +13,7 @@ namespace thimble {
 namespace {
 
 // A hint often comes just before the step whose own blocks are read first; if no step follows, it is taken up after this.
-constexpr auto HINT_WAITS = std::chrono::milliseconds(1);
+constexpr auto HINT_WAITS = std::chrono::milliseconds(20);
 constexpr size_t MOST_HINTS = 1024;
 constexpr int POISON = 0xAB;
 

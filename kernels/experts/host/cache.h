@@ -67,7 +67,7 @@ class Cache {
   Found demand(Key, Waiter*, int tag, Lease*);
   void demands_made();
   void release(const Lease&);
-  void end_step();  // no lease is out, and none was demanded that has not arrived
+  void end_step();  // no lease is out but a partner's; nothing demanded is on its way
 
   void prefetch(const int32_t* keys, int count);
 

@@ -64,15 +64,34 @@ Step::~Step() = default;
 
 std::string Step::run(int layer, int rows, int top_k, const int32_t* ids, const float* weights, const float* x,
                       float* out) {
+  partner_ = nullptr;
+  weights_ = weights;
+  out_ = out;
+  return run_call(layer, rows, top_k, ids, x);
+}
+
+std::string Step::run_shared(int layer, int rows, int top_k, const int32_t* ids, const float* x, float* y,
+                             Partner& partner) {
+  partner_ = &partner;
+  shared_y_ = y;
+  const std::string error = run_call(layer, rows, top_k, ids, x);
+  void_bad_rows();
+  return error;
+}
+
+void Step::retire() {
+  for (const Lease& lease : lent_) cache_.release(lease);
+  lent_.clear();
+}
+
+std::string Step::run_call(int layer, int rows, int top_k, const int32_t* ids, const float* x) {
   const int64_t begun = now_ns();
   workers_.begin();
   layer_ = layer;
   rows_ = rows;
   top_k_ = top_k;
   ids_ = ids;
-  weights_ = weights;
   x_ = x;
-  out_ = out;
   done_.store(false);
   error_.clear();
   make_jobs();
@@ -120,18 +139,20 @@ void Step::make_jobs() {
       }
     }
   }
-  y_.resize(std::max(y_.size(), pairs * size_t(latent)));
-  float* y = y_.data();
+  if (!partner_) y_.resize(std::max(y_.size(), pairs * size_t(latent)));
+  float* y = partner_ ? shared_y_ : y_.data();
   for (size_t number = 0; number < job_count_; number++) {
     jobs_[number]->results = y;
     y += jobs_[number]->rows.size() * size_t(latent);
   }
   results_.resize(size_t(rows_) * size_t(top_k_));
+  job_of_result_.resize(results_.size());
   for (int row = 0; row < rows_; row++) {
     if (bad_[size_t(row)].load(std::memory_order_relaxed)) continue;
     for (int rank = 0; rank < top_k_; rank++) {
       const size_t at = size_t(row) * size_t(top_k_) + size_t(rank);
-      const Job& job = *jobs_[size_t(job_of_expert_[size_t(ids_[at])])];
+      job_of_result_[at] = job_of_expert_[size_t(ids_[at])];
+      const Job& job = *jobs_[size_t(job_of_result_[at])];
       const auto found = std::lower_bound(job.rows.begin(), job.rows.end(), row);
       results_[at] = job.results + (found - job.rows.begin()) * latent;
     }
@@ -152,9 +173,47 @@ void Step::demand_all() {
     (cache_.look_up(job.key, &job.lease) ? ready_ : waiting_).push_back(number);
   }
   std::sort(waiting_.begin(), waiting_.end(), [&](int a, int b) { return jobs_[size_t(a)]->key < jobs_[size_t(b)]->key; });
+  if (partner_) lend();
   if (left_ == 0) count_down(0);
   pump();
   workers_.signal();
+}
+
+// Under mutex_: the partner's share of the experts in RAM, and where it finds every result. One slot is never lent, so that
+// what waits for room gets some.
+void Step::lend() {
+  const int most = std::min(int(ready_.size()), cache_.slots() - 1);
+  const int count = std::min(most, partner_->share(int(ready_.size()), int(waiting_.size())));
+  std::vector<int> item_of_job(job_count_, -1);
+  items_.clear();
+  for (int item = 0; item < count; item++, left_--) {
+    const int number = ready_.back();
+    ready_.pop_back();
+    const Job& job = *jobs_[size_t(number)];
+    item_of_job[size_t(number)] = item;
+    items_.push_back({job.key, cache_.memory(job.lease)});
+    lent_.push_back(job.lease);
+  }
+  const int32_t of_nan = -1 - rows_ * top_k_;
+  source_.assign(results_.size(), of_nan);
+  for (size_t at = 0; at < source_.size(); at++) {
+    if (bad_[at / size_t(top_k_)].load(std::memory_order_relaxed)) continue;
+    const int item = item_of_job[size_t(job_of_result_[at])];
+    source_[at] = item >= 0 ? item : int32_t(-1 - (results_[at] - shared_y_) / catalog_.shape.latent);
+  }
+  partner_->begin(items_, source_);
+}
+
+// A token whose h overflowed in one of the workers' experts: its results say so to the partner.
+void Step::void_bad_rows() {
+  for (size_t number = 0; number < job_count_; number++) {
+    const Job& job = *jobs_[number];
+    for (size_t at = 0; at < job.rows.size(); at++) {
+      if (!bad_[size_t(job.rows[at])].load(std::memory_order_relaxed)) continue;
+      float* y = job.results + at * size_t(catalog_.shape.latent);
+      std::fill(y, y + catalog_.shape.latent, std::numeric_limits<float>::quiet_NaN());
+    }
+  }
 }
 
 // Under mutex_: asks for blocks as long as there is room, and starts what is ready.
@@ -191,7 +250,7 @@ void Step::finished(Job& job) {
 void Step::count_down(int jobs) {
   left_ -= jobs;
   if (left_ > 0) return;
-  if (!error_.empty() || rows_ == 0) {
+  if (!error_.empty() || rows_ == 0 || partner_) {
     done_.store(true);
   } else {
     combine_->prepare(rows_ * combine_->strips());

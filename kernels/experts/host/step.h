@@ -25,6 +25,7 @@
 #include "kernels/experts/cpu/quantise.h"
 #include "kernels/experts/host/cache.h"
 #include "kernels/experts/host/job.h"
+#include "kernels/experts/host/partner.h"
 #include "kernels/workers/workers.h"
 
 namespace thimble {
@@ -43,12 +44,20 @@ class Step : private Waiter {
   // Empty, or which block could not be had; `out` then means nothing. One caller at a time.
   std::string run(int layer, int rows, int top_k, const int32_t* ids, const float* weights, const float* x, float* out);
 
+  // The same with a partner, which computes some of the experts and adds up all results: `y` [rows * top_k, latent] gets the
+  // workers' (Partner::begin says which is where). What was lent to the partner stays leased until retire().
+  std::string run_shared(int layer, int rows, int top_k, const int32_t* ids, const float* x, float* y, Partner&);
+  void retire();
+
   const StepTimes& times() const { return times_; }
 
  private:
   class Combine;
 
+  std::string run_call(int layer, int rows, int top_k, const int32_t* ids, const float* x);
   void make_jobs();
+  void lend();
+  void void_bad_rows();
   void demand_all();
   void pump();
   void finished(Job&);
@@ -74,6 +83,12 @@ class Step : private Waiter {
   size_t job_count_ = 0;
   std::vector<int> job_of_expert_;      // or -1
   std::vector<const float*> results_;   // [rows, top_k]: each one's y
+  std::vector<int> job_of_result_;      // [rows, top_k]
+  Partner* partner_ = nullptr;
+  float* shared_y_ = nullptr;
+  std::vector<Lease> lent_;
+  std::vector<Partner::Item> items_;
+  std::vector<int32_t> source_;
   std::vector<float> y_;
   std::unique_ptr<Combine> combine_;
   std::atomic<bool> done_{false};

@@ -1,0 +1,148 @@
+#include "kernels/experts/device/turns.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <limits>
+
+namespace thimble {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+int64_t ns_between(Clock::time_point a, Clock::time_point b) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(b - a).count();
+}
+
+void rest() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+void publish(uint32_t* flag, uint32_t value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
+
+}  // namespace
+
+Turns::Turns(Step& step, const Catalog& catalog, const TurnMemory& memory, const TurnShape& shape)
+    : step_(step), catalog_(catalog), memory_(memory), shape_(shape), turn_(__atomic_load_n(memory.posted, __ATOMIC_ACQUIRE)) {
+  float* nan = memory_.results + int64_t(shape_.rows) * shape_.top_k * catalog_.shape.latent;
+  std::fill(nan, nan + catalog_.shape.latent, std::numeric_limits<float>::quiet_NaN());
+}
+
+void Turns::copy_through(const CudaDriver& driver, CudaDriver::Handle context, Route route, CudaDriver::Address staging,
+                         int waves, int lanes) {
+  lanes_ = std::make_unique<CopyLanes>(driver, context, lanes);
+  route_ = route;
+  staging_ = staging;
+  waves_ = waves;
+}
+
+void Turns::set_share(int fixed, double initial) {
+  fixed_share_ = fixed;
+  share_ = initial;
+  carry_ = 0;
+}
+
+std::string Turns::serve(int turns, int64_t timeout_us) {
+  if (lanes_) lanes_->bind();
+  int64_t host_ns = 0;
+  Clock::time_point finished = Clock::now();
+  for (int served = 0; served < turns; served++) {
+    uint32_t posted;
+    while ((posted = __atomic_load_n(memory_.posted, __ATOMIC_ACQUIRE)) == turn_) {
+      rest();
+      if (ns_between(finished, Clock::now()) > timeout_us * 1000) return "the GPU has not reached its next layer in time";
+    }
+    const Clock::time_point seen = Clock::now();
+    if (posted != turn_ + 1) return "the GPU did not wait for the host, which was stopped for too long";
+    turn_ = posted;
+    if (served) {
+      times_.idle_ns += ns_between(finished, seen);
+      adapt(host_ns);
+    }
+    step_.retire();
+    const int lookups = shape_.rows * shape_.top_k;
+    const Clock::time_point began = Clock::now();
+    const std::string error =
+        step_.run_shared(memory_.ids[lookups], shape_.rows, shape_.top_k, memory_.ids, memory_.x, memory_.results, *this);
+    if (!error.empty()) return error;
+    publish(memory_.finished, turn_);
+    finished = Clock::now();
+    host_ns = ns_between(began, finished);
+    times_.turns++;
+    times_.host_ns += host_ns;
+  }
+  return "";
+}
+
+void Turns::retire() {
+  if (lanes_) lanes_->drain();
+  step_.retire();
+  turn_ = __atomic_load_n(memory_.posted, __ATOMIC_ACQUIRE);
+}
+
+int Turns::share(int ready, int waiting) {
+  const int most = std::min(ready, shape_.items);
+  const auto take = [&](int taken) {
+    taken_ = taken;
+    left_ = ready + waiting - taken;
+    times_.host_experts += left_;
+    return taken;
+  };
+  if (fixed_share_ >= 0) return take(std::min(most, fixed_share_));
+  // Fractions are carried to the next turn, so that a share of 8.4 is 8 and 9 in turn.
+  const double wanted = share_ * double(ready) / double(std::max(1, ready + waiting)) + carry_;
+  const int taken = std::min(most, std::max(0, int(wanted)));
+  carry_ = std::min(1.0, std::max(0.0, wanted - taken));
+  return take(taken);
+}
+
+void Turns::begin(const std::vector<Item>& items, const std::vector<int32_t>& source) {
+  const int count = int(items.size());
+  int32_t word[2] = {count, 0};
+  std::memcpy(memory_.plan + shape_.plan_count, word, sizeof word);
+  const bool copies = route_ != Route::in_place;
+  for (int item = 0; item < count; item++) {
+    const auto in_place = reinterpret_cast<int64_t>(items[size_t(item)].block);
+    const int64_t staged = int64_t(staging_) + item * catalog_.shape.block_bytes;
+    memory_.plan[shape_.plan_table + 2 * item] = copies ? staged : in_place;
+    memory_.plan[shape_.plan_table + 2 * item + 1] = route_ == Route::copy_block ? staged : in_place;
+    const float scales[2] = {catalog_.up_scales[size_t(items[size_t(item)].key)],
+                             catalog_.down_scales[size_t(items[size_t(item)].key)]};
+    std::memcpy(memory_.plan + shape_.plan_scale + item, scales, sizeof scales);
+  }
+  std::memcpy(memory_.plan + shape_.plan_source, source.data(), source.size() * sizeof source[0]);
+  times_.gpu_experts += count;
+  if (!copies) {
+    publish(memory_.planned, turn_);
+    return;
+  }
+  // A wave is announced by the copy stream itself, after its last copy.
+  const size_t bytes = size_t(route_ == Route::copy_block ? catalog_.shape.block_bytes : catalog_.shape.down_values);
+  const int in_wave = (shape_.items + waves_ - 1) / waves_;
+  for (int wave = 0; wave < waves_; wave++) {
+    for (int item = wave * in_wave; item < std::min(count, (wave + 1) * in_wave); item++)
+      lanes_->copy(staging_ + uint64_t(item) * uint64_t(catalog_.shape.block_bytes), items[size_t(item)].block, bytes);
+    lanes_->announce(reinterpret_cast<uint64_t>(memory_.planned) + uint64_t(wave) * CACHE_LINE, turn_);
+  }
+}
+
+// Both should finish together. Moving d experts to the GPU takes d host experts' time off the host's side and adds d of the
+// GPU's to its own: where the GPU waited, that gives d. Where it did not wait it may have been late, by how much is not
+// known, and the share goes down by a little. A quarter of each step is made, since turns differ.
+void Turns::adapt(int64_t host_ns) {
+  const int64_t waited_ns = *memory_.waited_ns;
+  times_.waited_ns += waited_ns;
+  if (fixed_share_ >= 0 || left_ == 0) return;
+  const double waited = double(waited_ns) / double(host_ns);
+  if (waited > 0.03) {
+    const double host_expert = 1.0 / left_, gpu_expert = taken_ ? (1.0 - std::min(1.0, waited)) / taken_ : host_expert;
+    share_ += 0.25 * std::min(2.0, waited / (host_expert + gpu_expert));
+  } else {
+    share_ -= 0.1;
+  }
+  share_ = std::min(double(shape_.items), std::max(0.0, share_));
+}
+
+}  // namespace thimble

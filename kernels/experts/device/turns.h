@@ -1,0 +1,96 @@
+// The host's side of the hand-off with a CUDA graph (the GPU's is ../handoff.py, which describes the memory and its order).
+// Owns no memory that the GPU sees and starts no thread: `serve` runs in the thread that launched the graph, and is one of
+// the step's workers while there is something to compute.
+//
+// A turn is one MoE layer of one token (or batch of tokens):
+//
+//   GPU   posts ids and x --+                          waits for the plan -> its experts --+--> waits for results -> adds up
+//   host                    +-> leases, shares, plans --^   its experts -> results ---------^
+//
+// Blocks shared with the GPU stay leased until the GPU posts its next turn, which in stream order is after it has read them,
+// or until `retire`, for whoever knows that the graph has ended.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "kernels/experts/device/copy_lanes.h"
+#include "kernels/experts/host/step.h"
+
+namespace thimble {
+
+// Addresses in page-locked memory that the GPU sees too. Numbers count turns and are never reused.
+struct TurnMemory {
+  const uint32_t* posted;  // written by the GPU
+  uint32_t* planned;       // by us; `waves` of them, each CACHE_LINE bytes after the last
+  uint32_t* finished;      // by us
+  const int32_t* ids;      // [lookups], then the layer's number
+  const float* x;          // [rows, latent]
+  int64_t* plan;           // as laid out by PlanWords in ../decode_step.py
+  float* results;          // [lookups + 1, latent]; the last vector is NaN
+  const int64_t* waited_ns;  // written by the GPU: how long it waited for the last turn's results
+};
+
+struct TurnShape {
+  int rows, top_k, items;                        // items: most experts that the GPU takes
+  int plan_count, plan_table, plan_scale, plan_source;  // first words of the plan's parts
+};
+
+// How an expert's bytes reach the GPU.
+enum class Route : int {
+  in_place = 0,     // the GPU reads them from RAM
+  copy_up = 1,      // `up` is copied, `down` is read in place: the published method
+  copy_block = 2,   // all is copied
+};
+
+class Turns final : private Partner {
+ public:
+  static constexpr int CACHE_LINE = 128;
+
+  Turns(Step&, const Catalog&, const TurnMemory&, const TurnShape&);
+
+  // Copies go to `staging` (device address, items * block_bytes), announced in `waves` parts.
+  void copy_through(const CudaDriver&, CudaDriver::Handle context, Route, CudaDriver::Address staging, int waves, int lanes);
+
+  // Which part of the hits the GPU takes: a fixed number of experts a turn; or negative: as many as makes both finish
+  // together, found while running from `initial`.
+  void set_share(int fixed, double initial);
+  double share_now() const { return share_; }
+
+  // Serves `turns` turns. Empty, or what went wrong: a block that cannot be had, or a GPU that has not posted within
+  // timeout_us. The GPU then goes through the rest of its graph by its own time limits.
+  std::string serve(int turns, int64_t timeout_us);
+  // No graph is running: the GPU holds no block any more, and turns count on from what it has posted.
+  void retire();
+
+  struct Times {
+    int64_t turns = 0, gpu_experts = 0, host_experts = 0;
+    int64_t host_ns = 0;   // from the plan to the host's results
+    int64_t idle_ns = 0;   // from those to the next post: the GPU computes what follows, or is later than we
+    int64_t waited_ns = 0;  // the GPU's wait for the host's results
+  };
+  const Times& times() const { return times_; }
+
+ private:
+  int share(int ready, int waiting) override;
+  void begin(const std::vector<Item>& items, const std::vector<int32_t>& source) override;
+  void adapt(int64_t host_ns);
+
+  Step& step_;
+  const Catalog& catalog_;
+  const TurnMemory memory_;
+  const TurnShape shape_;
+  uint32_t turn_;
+
+  Route route_ = Route::in_place;
+  std::unique_ptr<CopyLanes> lanes_;
+  CudaDriver::Address staging_ = 0;
+  int waves_ = 1;
+
+  int fixed_share_ = 0;
+  double share_ = 0, carry_ = 0;
+  int taken_ = 0, left_ = 0;  // experts of the turn in hand: the GPU's and the workers'
+  Times times_;
+};
+
+}  // namespace thimble

@@ -1,0 +1,196 @@
+"""One GPU's hand-off with the host library: the memory both see, the launches for the graph, and `serve` for the host.
+
+Owns the mapped memory and flags (described in ../handoff.py); the expert buffers are ExpertStep's, the slots are the
+host library's and are page-locked here. Everything is allocated here, before a graph is captured. Launch order of one
+MoE layer:
+
+    post -> wait_plan -> step.launch_quantise, launch_items -> wait_results -> step.launch_combine
+"""
+
+import ctypes
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+import triton
+
+from kernels.experts import handoff
+from kernels.experts.decode_step import ExpertStep
+from kernels.experts.host.binding import Host
+from kernels.workers.pool import native
+
+Tensor = torch.Tensor
+
+ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
+CACHE_LINE = 128  # Turns::CACHE_LINE
+TIMEOUT_NS = 100_000_000
+MESSAGE_BYTES = 512
+
+
+class Route(IntEnum):
+    """An expert's bytes are read where they lie; or `up` is copied first (the published method); or all are copied."""
+
+    IN_PLACE = 0
+    COPY_UP = 1
+    COPY_BLOCK = 2
+
+
+class HandoffError(RuntimeError):
+    """A turn did not end as it should; the token's result is void. The message says what happened."""
+
+    code = "handoff_failed"
+
+
+@dataclass(frozen=True)
+class Times:
+    """Sums since the turns were opened. `waited_ns`: the GPU's wait for the host's results."""
+
+    turns: int
+    gpu_experts: int
+    host_experts: int
+    host_ns: int
+    idle_ns: int
+    waited_ns: int
+    share_thousandths: int
+
+
+class Turns:
+    """For a host library whose slots the GPU can read, and the step's buffers. Used by the thread that owns both."""
+
+    def __init__(self, host: Host, step: ExpertStep, waves: int = 1) -> None:
+        latent, lookups = step.layout.latent, step.tokens * step.top_k
+
+        def mapped(count: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(count, dtype=dtype, pin_memory=True)
+
+        self.library = native()
+        self._page_lock(host)
+        self.step = step
+        self.waves = waves
+        flag_words = CACHE_LINE // 4
+        self.flags = mapped(flag_words * (2 + waves), torch.int32)
+        self.posted, self.finished = self.flags[:1], self.flags[flag_words : flag_words + 1]
+        self.planned = [self.flags[flag_words * (2 + wave) :][:1] for wave in range(waves)]
+        self.ids = mapped(lookups + 1, torch.int32)
+        self.x = mapped(step.tokens * latent, torch.float32)
+        self.plan = mapped(step.plan_words.total, torch.int64)
+        self.results = mapped((lookups + 1) * latent, torch.float32)
+        self.waited = mapped(1, torch.int64)
+        self.turn = torch.zeros(1, dtype=torch.int32, device=step.device)
+        self.stop = torch.zeros(1, dtype=torch.int32, device=step.device)
+        step.host_y = self.results.view(lookups + 1, latent)
+        places = (self.posted, self.planned[0], self.finished, self.ids, self.x, self.plan, self.results, self.waited)
+        words = step.plan_words
+        sizes = (step.tokens, step.top_k, step.items, words.count, words.table, words.scale_2, words.source)
+        self.library.thimble_turns_open.restype = ctypes.c_void_p
+        self.handle = ctypes.c_void_p(
+            self.library.thimble_turns_open(
+                ctypes.c_void_p(host.address),
+                (ctypes.c_uint64 * len(places))(*(place.data_ptr() for place in places)),
+                (ctypes.c_int32 * len(sizes))(*sizes),
+            )
+        )
+        self.staging: Tensor | None = None
+
+    def _page_lock(self, host: Host) -> None:
+        start, size_bytes = host.memory()
+        status = torch.cuda.cudart().cudaHostRegister(start, size_bytes, 0)  # type: ignore[no-untyped-call]
+        self._locked = start if int(status) == 0 else None
+        if int(status) not in (0, ALREADY_REGISTERED):
+            raise HandoffError(
+                f"the system refused to page-lock {size_bytes / 2**30:.1f} GiB of expert slots "
+                f"(CUDA error {int(status)}): allow it (ulimit -l unlimited) or make the expert cache smaller"
+            )
+
+    def copy_through(self, route: Route, lanes: int = 2) -> None:
+        """Bring bytes by the copy engine instead of reading them in place. Before any graph is captured."""
+        self.staging = torch.zeros(
+            self.step.items * self.step.layout.block_bytes, dtype=torch.uint8, device=self.step.device
+        )
+        self._call(
+            "thimble_turns_copy_through",
+            ctypes.c_void_p(_current_context()),
+            ctypes.c_int(route),
+            ctypes.c_uint64(self.staging.data_ptr()),
+            ctypes.c_int(self.waves),
+            ctypes.c_int(lanes),
+        )
+
+    def share(self, fixed: int | None = None, initial: float = 0.0) -> None:
+        """How many of the hits the GPU takes: always `fixed`, or as many as makes both sides finish together."""
+        self.library.thimble_turns_share(
+            self.handle, ctypes.c_int(-1 if fixed is None else fixed), ctypes.c_double(initial)
+        )
+
+    def post(self, layer: int, ids: Tensor, x: Tensor) -> None:
+        """ids int32 [tokens, top_k] and x float32 [tokens, latent] on the GPU go to the host; a turn begins."""
+        handoff.post_kernel[(1,)](
+            self.turn,
+            self.posted,
+            layer,
+            ids,
+            x,
+            self.ids,
+            self.x,
+            IDS=ids.numel(),
+            IDS_PADDED=triton.next_power_of_2(ids.numel() + 1),
+            VALUES=x.numel(),
+            VALUES_PADDED=triton.next_power_of_2(x.numel()),
+            num_warps=4,
+        )
+
+    def wait_plan(self, wave: int = 0) -> None:
+        """Until the host has said what the GPU computes; with the first wave comes the plan itself."""
+        self._wait(self.planned[wave], self.step.plan_words.total if wave == 0 else 0)
+
+    def wait_results(self) -> None:
+        self._wait(self.finished, 0)
+
+    def _wait(self, flag: Tensor, words: int) -> None:
+        handoff.wait_kernel[(1,)](
+            self.turn,
+            flag,
+            self.stop,
+            TIMEOUT_NS,
+            self.waited,
+            self.plan,
+            self.step.plan,
+            PLAN=words,
+            PLAN_PADDED=triton.next_power_of_2(max(1, words)),
+            num_warps=1,
+        )
+
+    def serve(self, turns: int, timeout_us: int = 1_000_000) -> None:
+        """The host's part of `turns` turns of a graph that has been launched. Raises HandoffError."""
+        self._call("thimble_turns_serve", ctypes.c_int(turns), ctypes.c_int64(timeout_us))
+
+    def retire(self) -> None:
+        """The graph has ended: the GPU holds no block. After a failure this also makes the next graph possible."""
+        self._call("thimble_turns_retire")
+
+    def times(self) -> Times:
+        self.library.thimble_turns_time_names.restype = ctypes.c_char_p
+        names = self.library.thimble_turns_time_names().decode().split()
+        values = (ctypes.c_int64 * len(names))()
+        self.library.thimble_turns_times(self.handle, values)
+        return Times(**dict(zip(names, values, strict=True)))
+
+    def close(self) -> None:
+        """Before the host is closed; no graph may be running. The slots' pages are unlocked by whoever locked them."""
+        self.library.thimble_turns_close(self.handle)
+        if self._locked is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._locked)  # type: ignore[no-untyped-call]
+            self._locked = None
+
+    def _call(self, name: str, *arguments: object) -> None:
+        message = ctypes.create_string_buffer(MESSAGE_BYTES)
+        if getattr(self.library, name)(self.handle, *arguments, message, ctypes.c_int64(MESSAGE_BYTES)):
+            raise HandoffError(message.value.decode(errors="replace"))
+
+
+def _current_context() -> int:
+    """The CUDA context that torch uses in this thread, which the copying thread must use too."""
+    torch.cuda.synchronize()
+    context = ctypes.c_void_p()
+    ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(context))
+    return context.value or 0

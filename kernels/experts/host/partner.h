@@ -1,0 +1,30 @@
+// A second device that computes some of a step's experts, from the same slots, while the workers compute the others. The
+// step decides nothing about it but who is leased; which hits it takes is the partner's choice.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/experts/host/policy.h"
+
+namespace thimble {
+
+class Partner {
+ public:
+  struct Item {
+    Key key;
+    const uint8_t* block;  // leased to the partner until Step::retire()
+  };
+
+  // How many of `ready` experts, whose blocks are in RAM, it takes; `waiting` others will be computed by the workers as
+  // their blocks arrive.
+  virtual int share(int ready, int waiting) = 0;
+  // Its experts, and where each result is to come from: source[row * top_k + rank] is an item number, or -1 - n for
+  // vector n of the workers' results. A row of x that is not finite has the sources of a vector of NaN.
+  virtual void begin(const std::vector<Item>& items, const std::vector<int32_t>& source) = 0;
+
+ protected:
+  ~Partner() = default;
+};
+
+}  // namespace thimble

@@ -1,0 +1,99 @@
+"""A token's worth of expert layers as one CUDA graph with the host library behind it, and nothing else: what the expert
+benchmark times and the bit tests compare. Owns the graph and its inputs; the host library is the caller's.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.experts.decode_step import ExpertStep
+from kernels.experts.device.turns import HandoffError, Route, Turns
+from kernels.experts.host.binding import Host
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a layer's experts are placed. `share`: how many the GPU takes; None: so many that both finish together."""
+
+    name: str
+    route: Route = Route.IN_PLACE
+    share: int | None = None
+    waves: int = 1
+    whole_groups: bool = False
+
+
+class Rig:
+    """`layers` MoE layers in a graph; inputs are written between replays. All on the current CUDA device."""
+
+    def __init__(self, host: Host, layers: int, tokens: int, top_k: int, method: Method) -> None:
+        device = torch.device("cuda")
+        layout = host.catalog.layout
+        self.method = method
+        self.layers = layers
+        self.step = ExpertStep(layout, tokens * top_k, tokens, top_k, device)
+        self.turns = Turns(host, self.step, method.waves)
+        if method.route is not Route.IN_PLACE:
+            self.turns.copy_through(method.route)
+        self.turns.share(method.share, initial=top_k / 3)
+        self.ids = torch.zeros(layers, tokens, top_k, dtype=torch.int32, device=device)
+        self.x = torch.zeros(layers, tokens, layout.latent, device=device)
+        self.weights = torch.zeros(layers, tokens, top_k, device=device)
+        self.out = torch.zeros(layers, tokens, layout.latent, device=device)
+        self._warm()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            for layer in range(layers):
+                self._launch(layer)
+
+    def fill(self, ids: Tensor, weights: Tensor, x: Tensor) -> None:
+        """Of the next replay: ids int32, weights float32 [layers, tokens, top_k], x float32 [layers, tokens, latent]."""
+        self.ids.copy_(ids)
+        self.weights.copy_(weights)
+        self.x.copy_(x)
+        torch.cuda.synchronize()
+
+    def replay(self) -> float:
+        """One token through all layers -> milliseconds on the GPU's clock. Raises HandoffError if a turn failed."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        self.graph.replay()
+        end.record()
+        self.turns.serve(self.layers)
+        torch.cuda.synchronize()
+        self.turns.retire()
+        if int(self.turns.stop):
+            raise HandoffError("a wait on the GPU ran out of time")
+        return float(begin.elapsed_time(end))
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+        self.turns.retire()
+        self.turns.close()
+
+    def _launch(self, layer: int) -> None:
+        step, turns = self.step, self.turns
+        step.x, step.weights, step.out = self.x[layer], self.weights[layer], self.out[layer]
+        turns.post(layer, self.ids[layer], self.x[layer])
+        step.launch_quantise()
+        in_wave = -(-step.items // self.method.waves)
+        for wave in range(self.method.waves):
+            turns.wait_plan(wave)
+            first = wave * in_wave
+            step.launch_items(first, min(in_wave, step.items - first), self.method.whole_groups)
+        turns.wait_results()
+        step.launch_combine()
+
+    def _warm(self) -> None:
+        """Compiles all kernels; while one is being compiled a wait may run out of time, which then means nothing."""
+        for _ in range(3):
+            for layer in range(min(2, self.layers)):
+                self._launch(layer)
+                self.turns.serve(1)
+            torch.cuda.synchronize()
+            self.turns.retire()
+            if not int(self.turns.stop):
+                return
+            self.turns.stop.zero_()
+        raise HandoffError("the host does not answer the GPU in time, even when nothing is to be compiled")

@@ -1,0 +1,72 @@
+"""How fast this machine's CPU and GPU can read the expert slots: alone, and both at once. The floor that expert steps
+are held against; nothing is computed.
+"""
+
+import ctypes
+import time
+
+import torch
+
+from kernels.experts.host.binding import Host
+from kernels.workers.pool import native
+
+MOST_BYTES = 2 << 30  # of the slots; several times any cache
+PIECE_BYTES = 1 << 28
+
+
+class ReadRates:
+    """All rates in GB/s. `host`'s slots must be page-locked for the GPU and filled."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        start, size_bytes = host.memory()
+        self.start, self.size_bytes = start, min(size_bytes, MOST_BYTES) // PIECE_BYTES * PIECE_BYTES
+        self.there = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cuda")
+        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.library = native()
+        self.cpu()
+
+    def cpu(self) -> float:
+        begun = time.perf_counter()
+        self._read(self.start, self.size_bytes)
+        return self.size_bytes / (time.perf_counter() - begun) / 1e9
+
+    def copy(self) -> float:
+        """By the copy engine, host to device."""
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        self._copy_all()
+        torch.cuda.synchronize()
+        return self.size_bytes / (time.perf_counter() - begun) / 1e9
+
+    def together(self) -> tuple[float, float]:
+        """CPU and GPU while both read: the CPU goes on reading until the copies are done."""
+        torch.cuda.synchronize()
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        begun = time.perf_counter()
+        self._copy_all()
+        done.record(self.stream)
+        read_bytes = 0
+        while not done.query():  # type: ignore[no-untyped-call]
+            self._read(self.start + read_bytes % self.size_bytes, PIECE_BYTES)
+            read_bytes += PIECE_BYTES
+        seconds = time.perf_counter() - begun
+        return read_bytes / seconds / 1e9, self.size_bytes / seconds / 1e9
+
+    def _read(self, address: int, size_bytes: int) -> None:
+        self.library.thimble_read(
+            ctypes.c_void_p(self.host.workers.handle), ctypes.c_uint64(address), ctypes.c_int64(size_bytes)
+        )
+
+    def _copy_all(self) -> None:
+        for piece in range(0, self.size_bytes, PIECE_BYTES):
+            _copy_to_device(self.there.data_ptr(), self.start + piece, PIECE_BYTES, self.stream.cuda_stream)
+
+
+def _copy_to_device(to: int, start: int, size_bytes: int, stream: int) -> None:
+    driver = ctypes.CDLL("libcuda.so.1")
+    status = driver.cuMemcpyHtoDAsync_v2(
+        ctypes.c_uint64(to), ctypes.c_void_p(start), ctypes.c_size_t(size_bytes), ctypes.c_void_p(stream)
+    )
+    if status:
+        raise RuntimeError(f"cuMemcpyHtoDAsync failed with CUDA error {status}")

@@ -1,0 +1,80 @@
+"""Random expert blocks of any shape, for benchmarks: real arithmetic on them leaves a given share of neurons alive.
+
+Owns how the zeros come about. Weights have random magnitudes and signs; a weight is negative a little more often than
+positive and the inputs lean to the positive side, so that a neuron's sum is usually negative and ReLU makes it an
+exact zero. Which neurons live differs from expert to expert and token to token. `clustered` lets the 16 neurons of a
+group resemble each other, so that the same number of alive neurons touches fewer groups. Every figure measured on such
+blocks is synthetic and must say so.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from kernels.block import GROUP, BlockLayout
+from kernels.experts.host.binding import Catalog
+
+ALIVE = 0.075  # published for the real model: 92.5 % zeros after ReLU^2
+NEGATIVE = 0.60  # of weights
+LEAN = {False: 0.337, True: 0.343}  # mean of an input, in standard deviations; chosen so that ALIVE of the neurons live
+RESEMBLANCE = 0.7  # of a clustered neuron's weights that are its group's
+DISTINCT = 16  # blocks made at random; the others are these with their neuron groups rotated
+
+
+@dataclass(frozen=True)
+class SyntheticBlocks:
+    """Blocks for `layers` x `experts` experts of `layout`."""
+
+    layout: BlockLayout
+    layers: int
+    experts: int
+    clustered: bool = False
+    seed: int = 0
+
+    def inputs(self, rows: int, seed: int) -> torch.Tensor:
+        """float32 [rows, latent]: what the expert step gets."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(rows, self.layout.latent, generator=generator) + LEAN[self.clustered]
+
+    def write(self, path: Path) -> Catalog:
+        """The blocks as a store's file would hold them, and where they are."""
+        shape = (self.layers, self.experts)
+        originals = [self._block(number) for number in range(DISTINCT)]
+        checksums = np.zeros(shape, np.uint64)
+        groups = self.layout.width // GROUP
+        with path.open("wb") as file:
+            for key in range(self.layers * self.experts):
+                block = self.layout.rotate_neurons(originals[key % DISTINCT], key // DISTINCT % groups)
+                checksums.flat[key] = xxhash.xxh64_intdigest(block.data)
+                file.write(block.data)
+        offsets = np.arange(self.layers * self.experts, dtype=np.int64).reshape(shape) * self.layout.block_bytes
+        scales = np.full(shape, 1e-4, np.float32)
+        return Catalog(path, self.layout, offsets, checksums, scales, scales.copy())
+
+    def _block(self, number: int) -> npt.NDArray[np.uint8]:
+        rng = np.random.default_rng([self.seed, number])
+        latent, width = self.layout.latent, self.layout.width
+
+        def codes(rows: int, columns: int, negative: float) -> npt.NDArray[np.uint8]:
+            signs = np.where(rng.random((rows, columns), np.float32) < negative, 8, 0).astype(np.uint8)
+            return np.asarray(rng.integers(0, 8, (rows, columns), np.uint8) | signs)
+
+        up = codes(width, latent, NEGATIVE)
+        if self.clustered:
+            of_group = np.repeat(codes(width // GROUP, latent, NEGATIVE), GROUP, axis=0)
+            alike = rng.random(up.shape, np.float32) < RESEMBLANCE
+            up[alike] = of_group[alike]
+        down = codes(latent, width, 0.5)
+        up_scale = rng.integers(0x30, 0x40, (width, latent // GROUP), np.uint8)
+        down_scale = rng.integers(0x30, 0x40, (latent, width // GROUP), np.uint8)
+        return self.layout.pack(_packed(up), up_scale, _packed(down), down_scale)
+
+
+def _packed(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """[rows, n] codes -> [rows, n/2], the even one in the low nibble."""
+    packed: npt.NDArray[np.uint8] = codes[:, 0::2] | codes[:, 1::2] << 4
+    return packed

@@ -1,0 +1,142 @@
+"""On a GPU: the expert step gives the same bits wherever its experts are computed, and a dead host never wedges it."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.block import BlockLayout
+from kernels.experts import reference
+from kernels.experts.device.turns import HandoffError, Route
+from kernels.experts.host.binding import Catalog, Host
+from kernels.workers.pool import Workers, available_isas
+from services.tools.expert_rig import Method, Rig
+from services.tools.synthetic_blocks import SyntheticBlocks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+LAYERS, EXPERTS, TOP_K = 3, 40, 22
+BLOCKS = SyntheticBlocks(BlockLayout(1024, 2688), LAYERS, EXPERTS)
+
+
+@pytest.fixture(scope="module")
+def catalog(tmp_path_factory: pytest.TempPathFactory) -> Catalog:
+    return BLOCKS.write(tmp_path_factory.mktemp("blocks") / "experts.bin")
+
+
+@pytest.fixture(scope="module")
+def host(catalog: Catalog) -> Iterator[Host]:
+    host = Host(catalog, Workers(4, 1000), slots=LAYERS * EXPERTS, readers=4)
+    yield host
+    host.close()
+
+
+def inputs(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(LAYERS * tokens)])
+    weights = torch.rand(LAYERS, tokens, TOP_K, generator=generator)
+    x = BLOCKS.inputs(LAYERS * tokens, seed).view(LAYERS, tokens, -1)
+    return ids.int().view(LAYERS, tokens, TOP_K), weights, x
+
+
+def expected(catalog: Catalog, ids: torch.Tensor, weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    data = catalog.path.read_bytes()
+
+    def expert(layer: int, id: int) -> reference.Expert:
+        offset = int(catalog.offsets[layer, id])
+        block = torch.frombuffer(bytearray(data[offset : offset + catalog.layout.block_bytes]), dtype=torch.uint8)
+        scales = float(catalog.up_scales[layer, id]), float(catalog.down_scales[layer, id])
+        return reference.unpack_expert(block.numpy(), catalog.layout, *scales)
+
+    layers = range(len(ids))
+    return torch.stack([reference.step(ids[n], weights[n], x[n], lambda id, n=n: expert(n, id)) for n in layers])
+
+
+def run(host: Host, method: Method, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    rig = Rig(host, LAYERS, given[0].shape[1], TOP_K, method)
+    rig.fill(*given)
+    rig.out.fill_(float("nan"))
+    rig.replay()
+    out = rig.out.cpu()
+    rig.close()
+    host.check()
+    return out
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+def test_equals_the_reference(host: Host, catalog: Catalog, tokens: int) -> None:
+    given = inputs(tokens)
+    assert torch.equal(run(host, Method("split"), given), expected(catalog, *given))
+
+
+def test_every_split_gives_the_same_bits(host: Host) -> None:
+    given = inputs(1, seed=1)
+    whole = run(host, Method("cpu", share=0), given)
+    for share in range(1, TOP_K + 1):
+        assert torch.equal(run(host, Method("split", share=share), given), whole), share
+
+
+@pytest.mark.parametrize("route", list(Route))
+@pytest.mark.parametrize("waves", [1, 4])
+def test_every_route_gives_the_same_bits(host: Host, route: Route, waves: int) -> None:
+    given = inputs(1, seed=2)
+    whole = run(host, Method("cpu", share=0), given)
+    for whole_groups in (False, True):
+        assert torch.equal(run(host, Method("gpu", route, TOP_K, waves, whole_groups), given), whole)
+
+
+def test_threads_and_instruction_sets_give_the_same_bits(catalog: Catalog, host: Host) -> None:
+    given = inputs(2, seed=3)
+    whole = run(host, Method("split", share=9), given)
+    for threads in (1, 2, 7, 16):
+        for isa in available_isas():
+            other = Host(catalog, Workers(threads, 1000), slots=LAYERS * EXPERTS, readers=2, isa=isa)
+            assert torch.equal(run(other, Method("split", share=5), given), whole), (threads, isa)
+            other.close()
+
+
+def test_a_cache_smaller_than_the_model_gives_the_same_bits(catalog: Catalog, host: Host) -> None:
+    given = inputs(2, seed=4)
+    whole = run(host, Method("split", share=9), given)
+    for slots in (2, 10, 44, 60):
+        small = Host(catalog, Workers(3, 1000), slots=slots, readers=3, poison=True)
+        assert torch.equal(run(small, Method("split", share=9), given), whole), slots
+        small.close()
+
+
+def test_bad_input_makes_its_token_nan_and_no_other(host: Host) -> None:
+    ids, weights, x = inputs(2, seed=5)
+    whole = run(host, Method("split", share=9), (ids, weights, x))
+    x = x.clone()
+    x[:, 0, 17] = float("inf")
+    out = run(host, Method("split", share=9), (ids, weights, x))
+    assert out[:, 0].isnan().all()
+    assert torch.equal(out[:, 1], whole[:, 1])
+
+
+def test_a_host_that_does_not_answer_ends_the_wait_not_the_gpu(host: Host) -> None:
+    rig = Rig(host, LAYERS, 1, TOP_K, Method("split"))
+    given = inputs(1)
+    rig.fill(*given)
+    begun = time.monotonic()
+    rig.graph.replay()
+    torch.cuda.synchronize()
+    assert time.monotonic() - begun < 1.0
+    assert int(rig.turns.stop) == 1
+    with pytest.raises(HandoffError, match="stopped for too long"):
+        rig.turns.serve(LAYERS)
+    rig.turns.stop.zero_()
+    rig.turns.retire()
+    rig.replay()
+    good = rig.out.cpu()
+    rig.close()
+    assert torch.equal(good, run(host, Method("cpu", share=0), given))
+
+
+def test_one_changed_bit_is_seen(catalog: Catalog, host: Host, tmp_path: Path) -> None:
+    given = inputs(1, seed=6)
+    whole = run(host, Method("split", share=9), given)
+    given[2][0, 0, 0] += 0.25
+    assert not torch.equal(run(host, Method("split", share=9), given), whole)
