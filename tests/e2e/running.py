@@ -26,6 +26,7 @@ class Running:
 
     def __init__(self, run_dir: Path, **environ: str) -> None:
         self.run_dir = run_dir
+        self._client: openai.OpenAI | None = None
         self._temporary = run_dir / "tmp"
         self._temporary.mkdir(parents=True, exist_ok=True)
         self.mark = uuid.uuid4().hex
@@ -68,11 +69,14 @@ class Running:
     def wait_until_ready(self) -> "Running":
         self.wait_for(r"Ctrl-C")
         self.url = self.wait_for(r"http://127\.0\.0\.1:\d+").group()
+        self._client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
         self.engine_metrics_url = self.wait_for(r"/metrics and (\S+/metrics)").group(1)
         return self
 
+    @property
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+        assert self._client, "wait_until_ready first"
+        return self._client
 
     def processes(self) -> list[int]:
         """Everything alive that this stack has started, itself included."""
@@ -112,6 +116,8 @@ class Running:
 
     def close(self) -> None:
         """End whatever is still there, however a test ended."""
+        if self._client:
+            self._client.close()
         for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
         self.process.wait(10)

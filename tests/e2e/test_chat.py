@@ -18,13 +18,13 @@ COMMON_WORD = re.compile(
 
 
 def models(running: Running) -> tuple[str, str]:
-    plain, think = [model.id for model in running.client().models.list().data]
+    plain, think = [model.id for model in running.client.models.list().data]
     assert think == f"{plain}-think"
     return plain, think
 
 
 def ask(running: Running, messages: list[Any], **options: Any) -> Reply:
-    return Reply(running.client(), models(running)[0], messages, **options)
+    return Reply(running.client, models(running)[0], messages, **options)
 
 
 def is_english(text: str) -> bool:
@@ -48,7 +48,7 @@ def test_answers_are_right(stack: Running) -> None:
 
 def test_a_whole_answer_is_the_streamed_one(stack: Running) -> None:
     plain, _ = models(stack)
-    whole = stack.client().chat.completions.create(model=plain, messages=[user(STORY)], temperature=0, max_tokens=64)  # type: ignore[list-item]
+    whole = stack.client.chat.completions.create(model=plain, messages=[user(STORY)], temperature=0, max_tokens=64)  # type: ignore[list-item]
     streamed = ask(stack, [user(STORY)])
     assert whole.choices[0].message.content == streamed.content
     assert whole.choices[0].finish_reason == streamed.finish_reason == "length"
@@ -82,7 +82,7 @@ def test_a_snapshot_survives_in_the_store_alone(stack: Running) -> None:
 
 def test_thinking_is_told_apart(stack: Running) -> None:
     _, think = models(stack)
-    reply = Reply(stack.client(), think, [user("What is 20 + 22?")], max_tokens=200)
+    reply = Reply(stack.client, think, [user("What is 20 + 22?")], max_tokens=200)
     assert len(reply.reasoning.split()) > 3
     assert "42" in reply.content
     assert "think>" not in reply.reasoning + reply.content
@@ -122,7 +122,7 @@ def test_metrics_count_what_was_done(stack: Running) -> None:
     before = stack.metrics()
     replies = [ask(stack, [user("What is 31 + 11?")]), ask(stack, [user(STORY)], max_tokens=5)]
     with pytest.raises(openai.NotFoundError):
-        Reply(stack.client(), "no-such-model", [user("Hello")])
+        Reply(stack.client, "no-such-model", [user("Hello")])
     after = stack.metrics()
 
     def grown(name: str) -> float:
@@ -149,7 +149,7 @@ def test_metrics_count_what_was_done(stack: Running) -> None:
 def test_a_client_that_hangs_up_frees_its_place(stack: Running) -> None:
     before = stack.metrics()
     plain, _ = models(stack)
-    stream = stack.client().chat.completions.create(model=plain, messages=[user(STORY)], stream=True, max_tokens=2000)  # type: ignore[list-item]
+    stream = stack.client.chat.completions.create(model=plain, messages=[user(STORY)], stream=True, max_tokens=2000)  # type: ignore[list-item]
     next(iter(stream))
     assert until(lambda: stack.metrics()["thimble_num_requests_running"] == 1)
     stream.close()

@@ -80,22 +80,22 @@ def prometheus(tmp_path: Path, stack: Running) -> Iterator[Prometheus]:
 
 def load(stack: Running, until_time: float) -> None:
     """Two dialogs at a time, some with a second turn, one refused: a bit of everything that panels show."""
-    plain = stack.client().models.list().data[0].id
+    plain = stack.client.models.list().data[0].id
 
     def talk(number: int) -> None:
         turn = 0
         while time.time() < until_time:
             turn += 1
             dialog = [user(f"What is {number} + {turn}?")]
-            reply = Reply(stack.client(), plain, dialog, max_tokens=12)
+            reply = Reply(stack.client, plain, dialog, max_tokens=12)
             Reply(
-                stack.client(),
+                stack.client,
                 plain,
                 [*dialog, {"role": "assistant", "content": reply.content}, user("Thanks!")],
                 max_tokens=4,
             )
             with pytest.raises(openai.BadRequestError):
-                Reply(stack.client(), plain, [], max_tokens=1)
+                Reply(stack.client, plain, [], max_tokens=1)
 
     threads = [threading.Thread(target=talk, args=(number,)) for number in (1, 2)]
     for thread in threads:
