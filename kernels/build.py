@@ -49,10 +49,11 @@ def library() -> Path:
     return _built("libthimble", ".so", sources, path, version, ("-shared",), ())
 
 
-def program(main: Path, name: str, extra: Sequence[str] = ()) -> Path:
-    """An executable of all sources and `main`, with extra flags everywhere (a sanitizer's, say). Raises BuildError."""
+def program(main: Path, name: str, extra: Sequence[str] = (), folders: Sequence[str] = (".",)) -> Path:
+    """An executable of `main` and the sources under `folders` of kernels/, with extra flags everywhere (a sanitizer's,
+    say). Raises BuildError."""
     path, version = compiler()
-    return _built(name, "", [*_sources(), main], path, version, (), extra)
+    return _built(name, "", [*_sources(folders), main], path, version, (), extra)
 
 
 def _built(
@@ -114,8 +115,8 @@ def compiler() -> tuple[str, str]:
     )
 
 
-def _sources() -> list[Path]:
-    return sorted((ROOT / "kernels").rglob("*.cpp"))
+def _sources(folders: Sequence[str] = (".",)) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / "kernels" / folder).rglob("*.cpp"))
 
 
 def _hash_of_sources(sources: list[Path]) -> str:

@@ -1,0 +1,131 @@
+// Runs the host library hard for a given time, under a sanitizer: steps over a cache that is far too small, with evicted
+// blocks poisoned, while other threads prefetch at random and read the counters, and one block on disk is damaged. Every
+// result is compared with what a host with room for all and one thread gives. Ends with status 0 if nothing differed.
+//
+//   host_stress FOLDER SECONDS
+
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <random>
+#include <thread>
+
+#include "kernels/experts/cpu/choose.h"
+#include "kernels/experts/host/step.h"
+#include "kernels/experts/host/xxh64.h"
+
+using namespace thimble;
+
+namespace {
+
+constexpr int LAYERS = 2, EXPERTS = 12, LATENT = 64, WIDTH = 32, TOP_K = 4, MOST_ROWS = 20;
+constexpr int DAMAGED = EXPERTS + 5;  // the key of the block whose checksum is wrong
+
+Catalog make_blocks(const std::string& path) {
+  Catalog catalog;
+  catalog.shape = {LATENT, WIDTH, 0, 1024, 1152, 2176, 4096};
+  catalog.layers = LAYERS;
+  catalog.experts = EXPERTS;
+  std::mt19937 random(1);
+  std::ofstream file(path, std::ios::binary);
+  for (int key = 0; key < LAYERS * EXPERTS; key++) {
+    std::vector<uint8_t> block(size_t(catalog.shape.block_bytes), 0);
+    for (size_t at = 0; at < 2304; at++) block[at] = uint8_t(random());
+    for (size_t at = 1024; at < 1152; at++) block[at] = uint8_t(0x20 + random() % 0x40);
+    for (size_t at = 2176; at < 2304; at++) block[at] = uint8_t(0x20 + random() % 0x40);
+    file.write(reinterpret_cast<const char*>(block.data()), std::streamsize(block.size()));
+    catalog.offsets.push_back(key * catalog.shape.block_bytes);
+    catalog.checksums.push_back(xxh64(block.data(), block.size()) ^ (key == DAMAGED));
+    catalog.up_scales.push_back(0.003f);
+    catalog.down_scales.push_back(0.002f);
+  }
+  return catalog;
+}
+
+struct Call {
+  int layer, rows;
+  std::vector<int32_t> ids;
+  std::vector<float> weights, x, expected;
+  bool damaged = false;
+
+  std::string run(Step& step, std::vector<float>& out) const {
+    out.assign(size_t(rows * LATENT), -1.0f);
+    return step.run(layer, rows, TOP_K, ids.data(), weights.data(), x.data(), out.data());
+  }
+};
+
+std::vector<Call> make_calls(const Catalog& catalog, const std::string& path) {
+  Workers workers(1, 0);
+  Catalog sound = catalog;
+  sound.checksums[DAMAGED] ^= 1;
+  std::unique_ptr<Step> step;
+  Cache cache(sound, {path, "lru", LAYERS * EXPERTS, 1, false, false, 0});
+  step = std::make_unique<Step>(sound, cache, workers, *kernels_for(Isa::plain));
+  std::mt19937 random(2);
+  std::vector<Call> calls(24);
+  for (Call& call : calls) {
+    call.layer = int(random() % LAYERS);
+    call.rows = random() % 3 ? int(1 + random() % 3) : int(random() % MOST_ROWS);
+    for (int i = 0; i < call.rows * TOP_K; i++) {
+      call.ids.push_back(int32_t(random() % EXPERTS));
+      call.weights.push_back(float(random() % 1000) / 1000);
+      call.damaged |= call.layer * EXPERTS + call.ids.back() == DAMAGED;
+    }
+    for (int i = 0; i < call.rows * LATENT; i++) call.x.push_back(float(int(random() % 2001) - 1000) / 500);
+    const std::string error = call.run(*step, call.expected);
+    if (!error.empty()) std::fprintf(stderr, "baseline: %s\n", error.c_str());
+  }
+  return calls;
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  const std::string path = std::string(arguments[1]) + "/experts.bin";
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(std::atoi(arguments[2]));
+  const Catalog catalog = make_blocks(path);
+  const std::vector<Call> calls = make_calls(catalog, path);
+  int steps = 0, failures = 0;
+  for (int round = 0; std::chrono::steady_clock::now() < until; round++) {
+    const int slots[] = {1, 2, 5, 9}, threads[] = {4, 2, 3, 1};
+    Workers workers(threads[round % 4], round % 2 * 20);
+    std::unique_ptr<Step> step;
+    Cache cache(catalog, {path, "lru", slots[round % 4], 1 + round % 3, false, true, round % 5 ? 0 : 300});
+    step = std::make_unique<Step>(catalog, cache, workers, *kernels_for(processor_has(Isa::avx2) ? Isa::avx2 : Isa::plain));
+    std::atomic<bool> stop{false};
+    std::thread guessing([&] {
+      std::mt19937 random{unsigned(round)};
+      while (!stop) {
+        int32_t keys[3];
+        for (int32_t& key : keys) key = int32_t(random() % (LAYERS * EXPERTS));
+        cache.prefetch(keys, 3);
+        std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
+      }
+    });
+    std::thread watching([&] {
+      while (!stop) {
+        if (!cache.check().empty()) std::fprintf(stderr, "%s\n", cache.check().c_str()), std::_Exit(4);
+        cache.counts();
+        cache.take_notice();
+        std::this_thread::sleep_for(std::chrono::microseconds(200));
+      }
+    });
+    std::mt19937 random{unsigned(round) + 1000};
+    for (int i = 0; i < 60; i++, steps++) {
+      const Call& call = calls[random() % calls.size()];
+      std::vector<float> out;
+      const std::string error = call.run(*step, out);
+      failures += !error.empty();
+      if (error.empty() == call.damaged) return std::fprintf(stderr, "damaged %d: %s\n", call.damaged, error.c_str()), 2;
+      if (error.empty() && call.rows && std::memcmp(out.data(), call.expected.data(), out.size() * sizeof out[0]))
+        return std::fprintf(stderr, "a result differs in round %d, step %d\n", round, i), 3;
+    }
+    stop = true;
+    guessing.join();
+    watching.join();
+  }
+  std::printf("%d steps, %d of them failed as they had to\n", steps, failures);
+}

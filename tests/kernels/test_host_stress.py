@@ -1,0 +1,48 @@
+"""The host library under ThreadSanitizer: no data race, no wrong bit, while everything happens at once."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kernels import build
+
+SECONDS = 4
+SANITIZER = ("-fsanitize=thread", "-g", "-O1")
+FOLDERS = ("workers", "experts/cpu", "experts/host")
+RACE = """
+#include <thread>
+int shared;
+int main() { std::thread other([] { shared++; }); shared++; other.join(); }
+"""
+
+
+def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # The sanitizer's memory map does not fit every address layout that the kernel may draw: fix it.
+    fixed = ["setarch", "-R"] if shutil.which("setarch") else []
+    return subprocess.run([*fixed, str(program), *arguments], capture_output=True, text=True, check=False, timeout=100)
+
+
+@pytest.fixture(scope="module")
+def sanitizer_works(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Also the control: a program with a race is caught."""
+    folder = tmp_path_factory.mktemp("race")
+    (folder / "race.cpp").write_text(RACE)
+    compiler, _ = build.compiler()
+    command = [compiler, *SANITIZER, "-pthread", str(folder / "race.cpp"), "-o", str(folder / "race")]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("this compiler has no ThreadSanitizer")
+    found = run(folder / "race")
+    if "unexpected memory mapping" in found.stderr:
+        pytest.skip("ThreadSanitizer does not run on this kernel")
+    assert "data race" in found.stderr
+
+
+@pytest.mark.timeout(400)
+def test_no_race_and_no_wrong_bit(sanitizer_works: None, tmp_path: Path) -> None:
+    program = build.program(Path(__file__).parent / "host_stress.cpp", "host-stress", SANITIZER, FOLDERS)
+    done = run(program, str(tmp_path), str(SECONDS))
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.stderr == ""
+    assert "of them failed as they had to" in done.stdout
