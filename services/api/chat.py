@@ -254,7 +254,8 @@ class Answer:
         """A stop string was found: let the engine end the answer, so that the prompt's snapshots are not lost."""
         try:
             async with asyncio.timeout(STOP_GRACE_S):
-                await self._generation.stop()
+                if not await self._generation.stop():
+                    return None
                 async for message in self._generation.messages():
                     if message.WhichOneof("message") == "finish":
                         return message.finish

@@ -144,10 +144,12 @@ class Generation:
             sent += len(chunk)
         return sent
 
-    async def stop(self) -> None:
-        """End the answer now; Finish and the snapshots follow."""
-        if not self._half_closed:
-            await self._write(pb.GenerateIn(stop=pb.Stop()))
+    async def stop(self) -> bool:
+        """End the answer now; Finish and the snapshots follow. False if nothing can be said to the engine any more."""
+        if self._half_closed:
+            return False
+        await self._write(pb.GenerateIn(stop=pb.Stop()))
+        return True
 
     async def half_close(self) -> None:
         if not self._half_closed and not self._call.done():

@@ -33,14 +33,14 @@ class Head:
 @dataclass(frozen=True)
 class Record:
     head: Head
-    ids: tuple[int, ...]
+    ids: "array[int]"  # 4 bytes each: a long dialog has many
 
 
 def to_fields(record: Record) -> dict[str, bytes]:
     """The fields of a record's hash in the store."""
     head = record.head
     fixed = _FIXED.pack(head.ids, head.tokens, head.size_bytes, head.chunks)
-    return {"head": fixed + head.state_id, "ids": array("I", record.ids).tobytes()}
+    return {"head": fixed + head.state_id, "ids": record.ids.tobytes()}
 
 
 def head_from_field(field: object) -> Head | None:
@@ -57,7 +57,7 @@ def head_from_field(field: object) -> Head | None:
 def record_from_field(head: Head, field: object) -> Record | None:
     if not isinstance(field, bytes) or len(field) != 4 * head.ids:
         return None
-    return Record(head, tuple(array("I", field)))
+    return Record(head, array("I", field))
 
 
 class RecordMemory:

@@ -5,6 +5,7 @@ a state is written once; whatever goes wrong here costs a later prompt some time
 import asyncio
 import logging
 import time
+from array import array
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,7 +108,7 @@ class Saving:
         if key is None or not 0 < tokens <= len(ids):
             return None
         size_bytes = head.state.size_bytes if head.chunks else 0
-        record = Record(Head(head.state.state_id, len(ids), tokens, size_bytes, head.chunks), ids)
+        record = Record(Head(head.state.state_id, len(ids), tokens, size_bytes, head.chunks), array("I", ids))
         self._memory.put(key, record)
         return key, record
 

@@ -12,6 +12,7 @@ Nothing is believed: a record counts only if its ids spell the text of the promp
 import asyncio
 import logging
 import time
+from array import array
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -147,7 +148,7 @@ class Snapshots:
                 continue
             if ids is None:
                 ids = list(record.ids) + self._tokenizer.encode(prompt.text[offset:])
-            if tuple(ids[: record.head.tokens]) == record.ids[: record.head.tokens]:
+            if array("I", ids[: record.head.tokens]) == record.ids[: record.head.tokens]:
                 true[offset] = one
         return (self._tokenizer.encode(prompt.text) if ids is None else ids), true
 

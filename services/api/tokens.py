@@ -22,7 +22,8 @@ from services.api.errors import InvalidRequest, ModelFolderError
 
 FIRST_MARK = 0xD800
 MOST_MARKS = 0xE000 - FIRST_MARK
-TOKEN_BYTE = b"\xff"  # begins an added token in `canonical` bytes; never part of UTF-8
+TOKEN_BYTE = b"\xff"  # begins an added token in canonical bytes; never part of UTF-8
+UNKNOWN_BYTE = b"\xfe"  # stands there for an id outside the vocabulary: no text gives it
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class TextTokenizer:
         out = bytearray()
         for token_id in ids:
             added = self._added_by_id.get(token_id)
-            out += TOKEN_BYTE + added.literal.encode() if added else self._bytes.get(token_id, b"")
+            out += TOKEN_BYTE + added.literal.encode() if added else self._bytes.get(token_id, UNKNOWN_BYTE)
         return b"".join(bytes(out).split())
 
     def canonical_text(self, marked: str) -> bytes:

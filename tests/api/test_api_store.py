@@ -1,6 +1,8 @@
 """The store's troubles: dead, slow, full, evicting, full of rubbish. A chat goes on, rightly and in time."""
 
+import dataclasses
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -89,7 +91,7 @@ def test_a_dead_store_costs_only_its_snapshots(
     for _ in range(3):
         began = time.monotonic()
         assert chat(api, *next_turn(reply))[1] == 0
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 2
     assert api.metric("snapshot_store_available") == 0
     assert cold.calls[-1].start.heads_only
     assert api.client.get("/ready").json()["snapshot_store"] == "not available"
@@ -107,18 +109,17 @@ def test_a_store_that_was_never_there(start_api: Callable[..., RunningApi], engi
 
 
 def test_a_slow_store_delays_one_chat_by_its_timeout(
-    start_api: Callable[..., RunningApi], proxy: SlowProxy, cold: ScriptedEngine
+    start_api: Callable[..., RunningApi], proxy: SlowProxy, cold: ScriptedEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     api = start_api(redis_url=f"redis://127.0.0.1:{proxy.port}", redis_timeout_ms=300)
     reply, _ = chat(api, *DIALOG)
     proxy.delay_s = 2
-    times = []
     for _ in range(4):
         began = time.monotonic()
         api.chat(*next_turn(reply))
-        times.append(time.monotonic() - began)
-    assert max(times) < 1
-    assert sum(spent > 0.3 for spent in times) == 1, f"more than one waited: {times}"
+        assert time.monotonic() - began < 1.9
+    assert all(call.start.heads_only for call in cold.calls[-4:])
+    assert sum("left alone" in line.message for line in caplog.records) == 1, "more than one waited"
 
 
 def test_a_store_that_gets_slow_while_it_is_read(
@@ -137,7 +138,7 @@ def test_a_store_that_gets_slow_while_it_is_read(
     monkeypatch.setattr(api.app.state.chats.snapshots, "payload", slow)
     began = time.monotonic()
     answer = api.chat(*next_turn(reply))
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 1.9
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert cold.calls[-1].source == "REFUSED"
 
@@ -189,6 +190,16 @@ def spoil_ids(client: Any) -> None:
         client.hset(name, "ids", bytes(ids))
 
 
+def add_unknown_ids(client: Any) -> None:
+    """The text is spelled right, but by ids that the model does not have between the others."""
+    for name in client.keys("thimble:1:text:*"):
+        head = head_from_field(client.hget(name, "head"))
+        assert head is not None
+        ids = array("I", client.hget(name, "ids"))
+        ids.insert(8, 999_999)
+        client.hset(name, mapping=to_fields(Record(dataclasses.replace(head, ids=head.ids + 1), ids)))
+
+
 def spoil_payloads(client: Any) -> None:
     for name in client.keys("thimble:1:state:*"):
         chunk = client.hget(name, "1")
@@ -219,6 +230,7 @@ def drop_records(client: Any) -> None:
         spoil_type,
         spoil_records,
         spoil_ids,
+        add_unknown_ids,
         spoil_payloads,
         spoil_lengths,
         drop_chunks,
@@ -244,7 +256,7 @@ def test_rubbish_under_our_keys(
     assert ids == folder.tokenizer.encode(prompt.text), "the prompt was spoilt"
     if spoil is spoil_payloads:
         assert cold.calls[-1].source == "REFUSED"
-    if spoil is spoil_ids:
+    if spoil in (spoil_ids, add_unknown_ids):
         assert api.metric("snapshot_mismatches_total") > 0
     assert chat(api, *next_turn(reply))[1] > 0, "the rubbish was not replaced"
     assert again["usage"]["prompt_tokens"] == len(ids)
@@ -258,7 +270,7 @@ def test_a_server_that_is_no_redis(start_api: Callable[..., RunningApi], engine:
 
 
 def test_records_survive_their_form_and_nothing_else_does() -> None:
-    record = Record(Head(b"\x01" * 16, ids=3, tokens=2, size_bytes=10, chunks=1), (7, 4095, 131071))
+    record = Record(Head(b"\x01" * 16, ids=3, tokens=2, size_bytes=10, chunks=1), array("I", (7, 4095, 131071)))
     fields = to_fields(record)
     head = head_from_field(fields["head"])
     assert head == record.head
@@ -274,10 +286,10 @@ def test_records_survive_their_form_and_nothing_else_does() -> None:
 def test_memory_of_records_is_bounded() -> None:
     memory = RecordMemory(most_records=3, most_ids=100)
     for number in range(5):
-        memory.put(bytes([number]), Record(Head(b"s", 10, 10, 0, 0), tuple(range(10))))
+        memory.put(bytes([number]), Record(Head(b"s", 10, 10, 0, 0), array("I", range(10))))
     assert len(memory) == 3
     assert set(memory.find({0: b"\0", 2: b"\2", 4: b"\4"})) == {2, 4}
-    memory.put(b"x", Record(Head(b"s", 85, 85, 0, 0), tuple(range(85))))
+    memory.put(b"x", Record(Head(b"s", 85, 85, 0, 0), array("I", range(85))))
     assert set(memory.find({4: b"\4", 9: b"x"})) == {4, 9}
     assert len(memory) == 2
     memory.forget(b"x")

@@ -26,12 +26,11 @@ def wait_for(condition: Callable[[], bool], within_s: float = 5) -> bool:
 
 
 def test_headers_and_role_come_before_the_prompt_is_read(api: RunningApi, engine: ScriptedEngine) -> None:
-    engine.prompt_s = 2
+    engine.prompt_s = 4
     began = time.monotonic()
     with api.client.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}) as answer:
-        assert time.monotonic() - began < 1
         first = next(answer.iter_text())
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 3
         assert '"role":"assistant"' in first
 
 
@@ -43,7 +42,7 @@ def test_pings_while_nothing_comes(
     engine.prompt_s = 1
     with api.client.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}) as answer:
         raw = answer.read().decode()
-    assert raw.count(": ping\n\n") == (pytest.approx(9, abs=3) if interval_s else 0)
+    assert (3 <= raw.count(": ping\n\n") <= 10) if interval_s else ": ping" not in raw
     assert raw.endswith("data: [DONE]\n\n")
     with api.openai() as client:  # comments do not disturb it
         chunks = client.chat.completions.create(**BODY, stream=True)  # type: ignore[call-overload]
@@ -98,7 +97,7 @@ def test_a_client_that_goes_away_frees_the_sequence(
                 client.post("/v1/chat/completions", json=BODY)
         went = time.monotonic()
     assert engine.calls[0].cancelled.wait(5), "the engine goes on"
-    assert time.monotonic() - went < 2
+    assert time.monotonic() - went < 4
     assert wait_for(lambda: api.metric("client_disconnects_total") == 1)
     assert wait_for(lambda: api.metric("answers_in_progress") == 0)
 
