@@ -22,7 +22,7 @@ from kernels.block import BlockLayout
 from kernels.build import library
 from kernels.experts import decode, handoff
 from kernels.experts.decode_step import FINGERPRINT
-from kernels.experts.device.turns import Route
+from kernels.experts.device.turns import Route, SharedSlots
 from kernels.experts.host.binding import Host
 from kernels.workers.pool import Workers, available_isas
 from services.tools import figures
@@ -58,18 +58,20 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         begun = time.monotonic()
         catalog = blocks.write(Path(folder) / "experts.bin")
-        hosts = {}
+        hosts, shared = {}, {}
         for threads in sorted({min(6, all_threads), min(8, all_threads), all_threads}):
             hosts[threads] = Host(catalog, Workers(threads, SPIN_US), slots=LAYERS * EXPERTS, readers=8)
             stack.callback(hosts[threads].close)
             fill_slots(hosts[threads])
+            shared[threads] = SharedSlots(hosts[threads])
+            stack.callback(shared[threads].close)
         print(f"{LAYERS * EXPERTS} blocks written, read and verified in {time.monotonic() - begun:.0f} s", flush=True)
         rigs = {}
-        for threads, host in hosts.items():
+        for threads, slots in shared.items():
             methods = [Method("CPU alone", share=0), Method("split")]
             for method in [*methods, *((*GPU_ONLY, *PUBLISHED) if threads == all_threads else ())]:
                 name = method.name if method in (*GPU_ONLY, *PUBLISHED) else f"{method.name}, {threads} threads"
-                rigs[name] = Rig(host, LAYERS, 1, TOP_K, method)
+                rigs[name] = Rig(slots, LAYERS, 1, TOP_K, method)
         print(f"graphs of {len(rigs)} methods ready after {time.monotonic() - begun:.0f} s", flush=True)
         report(args, blocks, rigs, ReadRates(hosts[all_threads]), all_threads)
         for rig in reversed(rigs.values()):

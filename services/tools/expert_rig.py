@@ -1,5 +1,5 @@
 """A token's worth of expert layers as one CUDA graph with the host library behind it, and nothing else: what the expert
-benchmark times and the bit tests compare. Owns the graph and its inputs; the host library is the caller's.
+benchmark times and the bit tests compare. Owns the graph and its inputs; the slots are the caller's.
 """
 
 from dataclasses import dataclass
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.experts.decode_step import ExpertStep
-from kernels.experts.device.turns import HandoffError, Route, Turns
-from kernels.experts.host.binding import Host
+from kernels.experts.device.turns import HandoffError, Route, SharedSlots, Turns
 
 Tensor = torch.Tensor
 
@@ -27,13 +26,13 @@ class Method:
 class Rig:
     """`layers` MoE layers in a graph; inputs are written between replays. All on the current CUDA device."""
 
-    def __init__(self, host: Host, layers: int, tokens: int, top_k: int, method: Method) -> None:
+    def __init__(self, slots: SharedSlots, layers: int, tokens: int, top_k: int, method: Method) -> None:
         device = torch.device("cuda")
-        layout = host.catalog.layout
+        layout = slots.host.catalog.layout
         self.method = method
         self.layers = layers
         self.step = ExpertStep(layout, tokens * top_k, tokens, top_k, device)
-        self.turns = Turns(host, self.step, method.waves)
+        self.turns = Turns(slots, self.step, method.waves)
         if method.route is not Route.IN_PLACE:
             self.turns.copy_through(method.route)
         self.turns.share(method.share, initial=top_k / 3)
@@ -48,7 +47,7 @@ class Rig:
                 self._launch(layer)
 
     def fill(self, ids: Tensor, weights: Tensor, x: Tensor) -> None:
-        """Of the next replay: ids int32, weights float32 [layers, tokens, top_k], x float32 [layers, tokens, latent]."""
+        """Of the next replay: ids int32, weights float32 [layers, tokens, k], x float32 [layers, tokens, latent]."""
         self.ids.copy_(ids)
         self.weights.copy_(weights)
         self.x.copy_(x)

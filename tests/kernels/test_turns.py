@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from kernels.block import BlockLayout
 from kernels.experts import reference
-from kernels.experts.device.turns import HandoffError, Route
+from kernels.experts.device.turns import HandoffError, Route, SharedSlots
 from kernels.experts.host.binding import Catalog, Host
 from kernels.workers.pool import Workers, available_isas
 from services.tools.expert_rig import Method, Rig
@@ -27,9 +28,19 @@ def catalog(tmp_path_factory: pytest.TempPathFactory) -> Catalog:
 
 
 @pytest.fixture(scope="module")
-def host(catalog: Catalog) -> Iterator[Host]:
-    host = Host(catalog, Workers(4, 1000), slots=LAYERS * EXPERTS, readers=4)
-    yield host
+def slots(catalog: Catalog) -> Iterator[SharedSlots]:
+    with opened(catalog, threads=4, slots=LAYERS * EXPERTS) as shared:
+        yield shared
+
+
+@contextmanager
+def opened(
+    catalog: Catalog, threads: int, slots: int, isa: str | None = None, poison: bool = False
+) -> Iterator[SharedSlots]:
+    host = Host(catalog, Workers(threads, 1000), slots=slots, readers=3, isa=isa, poison=poison)
+    shared = SharedSlots(host)
+    yield shared
+    shared.close()
     host.close()
 
 
@@ -54,70 +65,68 @@ def expected(catalog: Catalog, ids: torch.Tensor, weights: torch.Tensor, x: torc
     return torch.stack([reference.step(ids[n], weights[n], x[n], lambda id, n=n: expert(n, id)) for n in layers])
 
 
-def run(host: Host, method: Method, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    rig = Rig(host, LAYERS, given[0].shape[1], TOP_K, method)
+def run(slots: SharedSlots, method: Method, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    rig = Rig(slots, LAYERS, given[0].shape[1], TOP_K, method)
     rig.fill(*given)
     rig.out.fill_(float("nan"))
     rig.replay()
     out = rig.out.cpu()
     rig.close()
-    host.check()
+    slots.host.check()
     return out
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4])
-def test_equals_the_reference(host: Host, catalog: Catalog, tokens: int) -> None:
+def test_equals_the_reference(slots: SharedSlots, catalog: Catalog, tokens: int) -> None:
     given = inputs(tokens)
-    assert torch.equal(run(host, Method("split"), given), expected(catalog, *given))
+    assert torch.equal(run(slots, Method("split"), given), expected(catalog, *given))
 
 
-def test_every_split_gives_the_same_bits(host: Host) -> None:
+def test_every_split_gives_the_same_bits(slots: SharedSlots) -> None:
     given = inputs(1, seed=1)
-    whole = run(host, Method("cpu", share=0), given)
+    whole = run(slots, Method("cpu", share=0), given)
     for share in range(1, TOP_K + 1):
-        assert torch.equal(run(host, Method("split", share=share), given), whole), share
+        assert torch.equal(run(slots, Method("split", share=share), given), whole), share
 
 
 @pytest.mark.parametrize("route", list(Route))
 @pytest.mark.parametrize("waves", [1, 4])
-def test_every_route_gives_the_same_bits(host: Host, route: Route, waves: int) -> None:
+def test_every_route_gives_the_same_bits(slots: SharedSlots, route: Route, waves: int) -> None:
     given = inputs(1, seed=2)
-    whole = run(host, Method("cpu", share=0), given)
+    whole = run(slots, Method("cpu", share=0), given)
     for whole_groups in (False, True):
-        assert torch.equal(run(host, Method("gpu", route, TOP_K, waves, whole_groups), given), whole)
+        assert torch.equal(run(slots, Method("gpu", route, TOP_K, waves, whole_groups), given), whole)
 
 
-def test_threads_and_instruction_sets_give_the_same_bits(catalog: Catalog, host: Host) -> None:
+def test_threads_and_instruction_sets_give_the_same_bits(catalog: Catalog, slots: SharedSlots) -> None:
     given = inputs(2, seed=3)
-    whole = run(host, Method("split", share=9), given)
+    whole = run(slots, Method("split", share=9), given)
     for threads in (1, 2, 7, 16):
         for isa in available_isas():
-            other = Host(catalog, Workers(threads, 1000), slots=LAYERS * EXPERTS, readers=2, isa=isa)
-            assert torch.equal(run(other, Method("split", share=5), given), whole), (threads, isa)
-            other.close()
+            with opened(catalog, threads, LAYERS * EXPERTS, isa) as other:
+                assert torch.equal(run(other, Method("split", share=5), given), whole), (threads, isa)
 
 
-def test_a_cache_smaller_than_the_model_gives_the_same_bits(catalog: Catalog, host: Host) -> None:
+def test_a_cache_smaller_than_the_model_gives_the_same_bits(catalog: Catalog, slots: SharedSlots) -> None:
     given = inputs(2, seed=4)
-    whole = run(host, Method("split", share=9), given)
-    for slots in (2, 10, 44, 60):
-        small = Host(catalog, Workers(3, 1000), slots=slots, readers=3, poison=True)
-        assert torch.equal(run(small, Method("split", share=9), given), whole), slots
-        small.close()
+    whole = run(slots, Method("split", share=9), given)
+    for count in (2, 10, 44, 60):
+        with opened(catalog, 3, count, poison=True) as small:
+            assert torch.equal(run(small, Method("split", share=9), given), whole), count
 
 
-def test_bad_input_makes_its_token_nan_and_no_other(host: Host) -> None:
+def test_bad_input_makes_its_token_nan_and_no_other(slots: SharedSlots) -> None:
     ids, weights, x = inputs(2, seed=5)
-    whole = run(host, Method("split", share=9), (ids, weights, x))
+    whole = run(slots, Method("split", share=9), (ids, weights, x))
     x = x.clone()
     x[:, 0, 17] = float("inf")
-    out = run(host, Method("split", share=9), (ids, weights, x))
+    out = run(slots, Method("split", share=9), (ids, weights, x))
     assert out[:, 0].isnan().all()
     assert torch.equal(out[:, 1], whole[:, 1])
 
 
-def test_a_host_that_does_not_answer_ends_the_wait_not_the_gpu(host: Host) -> None:
-    rig = Rig(host, LAYERS, 1, TOP_K, Method("split"))
+def test_a_host_that_does_not_answer_ends_the_wait_not_the_gpu(slots: SharedSlots) -> None:
+    rig = Rig(slots, LAYERS, 1, TOP_K, Method("split"))
     given = inputs(1)
     rig.fill(*given)
     begun = time.monotonic()
@@ -132,11 +141,11 @@ def test_a_host_that_does_not_answer_ends_the_wait_not_the_gpu(host: Host) -> No
     rig.replay()
     good = rig.out.cpu()
     rig.close()
-    assert torch.equal(good, run(host, Method("cpu", share=0), given))
+    assert torch.equal(good, run(slots, Method("cpu", share=0), given))
 
 
-def test_one_changed_bit_is_seen(catalog: Catalog, host: Host, tmp_path: Path) -> None:
+def test_one_changed_bit_is_seen(catalog: Catalog, slots: SharedSlots, tmp_path: Path) -> None:
     given = inputs(1, seed=6)
-    whole = run(host, Method("split", share=9), given)
+    whole = run(slots, Method("split", share=9), given)
     given[2][0, 0, 0] += 0.25
-    assert not torch.equal(run(host, Method("split", share=9), given), whole)
+    assert not torch.equal(run(slots, Method("split", share=9), given), whole)

@@ -31,11 +31,10 @@ Turns::Turns(Step& step, const Catalog& catalog, const TurnMemory& memory, const
 }
 
 void Turns::copy_through(const CudaDriver& driver, CudaDriver::Handle context, Route route, CudaDriver::Address staging,
-                         int waves, int lanes) {
+                         int lanes) {
   lanes_ = std::make_unique<CopyLanes>(driver, context, lanes);
   route_ = route;
   staging_ = staging;
-  waves_ = waves;
 }
 
 void Turns::set_share(int fixed, double initial) {
@@ -115,13 +114,13 @@ void Turns::begin(const std::vector<Item>& items, const std::vector<int32_t>& so
   std::memcpy(memory_.plan + shape_.plan_source, source.data(), source.size() * sizeof source[0]);
   times_.gpu_experts += count;
   if (!copies) {
-    publish(memory_.planned, turn_);
+    for (int wave = 0; wave < shape_.waves; wave++) publish(memory_.planned + wave * CACHE_LINE / 4, turn_);
     return;
   }
   // A wave is announced by the copy stream itself, after its last copy.
   const size_t bytes = size_t(route_ == Route::copy_block ? catalog_.shape.block_bytes : catalog_.shape.down_values);
-  const int in_wave = (shape_.items + waves_ - 1) / waves_;
-  for (int wave = 0; wave < waves_; wave++) {
+  const int in_wave = (shape_.items + shape_.waves - 1) / shape_.waves;
+  for (int wave = 0; wave < shape_.waves; wave++) {
     for (int item = wave * in_wave; item < std::min(count, (wave + 1) * in_wave); item++)
       lanes_->copy(staging_ + uint64_t(item) * uint64_t(catalog_.shape.block_bytes), items[size_t(item)].block, bytes);
     lanes_->announce(reinterpret_cast<uint64_t>(memory_.planned) + uint64_t(wave) * CACHE_LINE, turn_);

@@ -32,7 +32,7 @@ struct TurnMemory {
 };
 
 struct TurnShape {
-  int rows, top_k, items;                        // items: most experts that the GPU takes
+  int rows, top_k, items, waves;  // items: most experts that the GPU takes; waves: flags that announce their bytes
   int plan_count, plan_table, plan_scale, plan_source;  // first words of the plan's parts
 };
 
@@ -49,8 +49,8 @@ class Turns final : private Partner {
 
   Turns(Step&, const Catalog&, const TurnMemory&, const TurnShape&);
 
-  // Copies go to `staging` (device address, items * block_bytes), announced in `waves` parts.
-  void copy_through(const CudaDriver&, CudaDriver::Handle context, Route, CudaDriver::Address staging, int waves, int lanes);
+  // Copies go to `staging` (device address, items * block_bytes), announced wave by wave.
+  void copy_through(const CudaDriver&, CudaDriver::Handle context, Route, CudaDriver::Address staging, int lanes);
 
   // Which part of the hits the GPU takes: a fixed number of experts a turn; or negative: as many as makes both finish
   // together, found while running from `initial`.
@@ -85,7 +85,6 @@ class Turns final : private Partner {
   Route route_ = Route::in_place;
   std::unique_ptr<CopyLanes> lanes_;
   CudaDriver::Address staging_ = 0;
-  int waves_ = 1;
 
   int fixed_share_ = 0;
   double share_ = 0, carry_ = 0;

@@ -1,8 +1,7 @@
 """One GPU's hand-off with the host library: the memory both see, the launches for the graph, and `serve` for the host.
 
-Owns the mapped memory and flags (described in ../handoff.py); the expert buffers are ExpertStep's, the slots are the
-host library's and are page-locked here. Everything is allocated here, before a graph is captured. Launch order of one
-MoE layer:
+Owns the mapped memory and flags (described in ../handoff.py) and the page-locking of the host library's slots; the
+expert buffers are ExpertStep's. Everything is allocated here, before a graph is captured. Launch order of one MoE layer:
 
     post -> wait_plan -> step.launch_quantise, launch_items -> wait_results -> step.launch_combine
 """
@@ -21,7 +20,6 @@ from kernels.workers.pool import native
 
 Tensor = torch.Tensor
 
-ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 CACHE_LINE = 128  # Turns::CACHE_LINE
 TIMEOUT_NS = 100_000_000
 MESSAGE_BYTES = 512
@@ -54,17 +52,33 @@ class Times:
     share_thousandths: int
 
 
-class Turns:
-    """For a host library whose slots the GPU can read, and the step's buffers. Used by the thread that owns both."""
+class SharedSlots:
+    """A host library's slots, page-locked so that the GPU can read them. `close` before the host is closed."""
 
-    def __init__(self, host: Host, step: ExpertStep, waves: int = 1) -> None:
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.start, size_bytes = host.memory()
+        status = int(torch.cuda.cudart().cudaHostRegister(self.start, size_bytes, 0))  # type: ignore[no-untyped-call]
+        if status:
+            raise HandoffError(
+                f"the system refused to page-lock {size_bytes / 2**30:.1f} GiB of expert slots (CUDA error {status}): "
+                "allow it (ulimit -l unlimited) or make the expert cache smaller"
+            )
+
+    def close(self) -> None:
+        torch.cuda.cudart().cudaHostUnregister(self.start)  # type: ignore[no-untyped-call]
+
+
+class Turns:
+    """For slots that the GPU can read, and the step's buffers. Used by the thread that owns both."""
+
+    def __init__(self, slots: SharedSlots, step: ExpertStep, waves: int = 1) -> None:
         latent, lookups = step.layout.latent, step.tokens * step.top_k
 
         def mapped(count: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(count, dtype=dtype, pin_memory=True)
 
         self.library = native()
-        self._page_lock(host)
         self.step = step
         self.waves = waves
         flag_words = CACHE_LINE // 4
@@ -81,26 +95,16 @@ class Turns:
         step.host_y = self.results.view(lookups + 1, latent)
         places = (self.posted, self.planned[0], self.finished, self.ids, self.x, self.plan, self.results, self.waited)
         words = step.plan_words
-        sizes = (step.tokens, step.top_k, step.items, words.count, words.table, words.scale_2, words.source)
+        sizes = (step.tokens, step.top_k, step.items, waves, words.count, words.table, words.scale_2, words.source)
         self.library.thimble_turns_open.restype = ctypes.c_void_p
         self.handle = ctypes.c_void_p(
             self.library.thimble_turns_open(
-                ctypes.c_void_p(host.address),
+                ctypes.c_void_p(slots.host.address),
                 (ctypes.c_uint64 * len(places))(*(place.data_ptr() for place in places)),
                 (ctypes.c_int32 * len(sizes))(*sizes),
             )
         )
         self.staging: Tensor | None = None
-
-    def _page_lock(self, host: Host) -> None:
-        start, size_bytes = host.memory()
-        status = torch.cuda.cudart().cudaHostRegister(start, size_bytes, 0)  # type: ignore[no-untyped-call]
-        self._locked = start if int(status) == 0 else None
-        if int(status) not in (0, ALREADY_REGISTERED):
-            raise HandoffError(
-                f"the system refused to page-lock {size_bytes / 2**30:.1f} GiB of expert slots "
-                f"(CUDA error {int(status)}): allow it (ulimit -l unlimited) or make the expert cache smaller"
-            )
 
     def copy_through(self, route: Route, lanes: int = 2) -> None:
         """Bring bytes by the copy engine instead of reading them in place. Before any graph is captured."""
@@ -112,7 +116,6 @@ class Turns:
             ctypes.c_void_p(_current_context()),
             ctypes.c_int(route),
             ctypes.c_uint64(self.staging.data_ptr()),
-            ctypes.c_int(self.waves),
             ctypes.c_int(lanes),
         )
 
@@ -176,11 +179,8 @@ class Turns:
         return Times(**dict(zip(names, values, strict=True)))
 
     def close(self) -> None:
-        """Before the host is closed; no graph may be running. The slots' pages are unlocked by whoever locked them."""
+        """Before the host is closed; no graph may be running."""
         self.library.thimble_turns_close(self.handle)
-        if self._locked is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._locked)  # type: ignore[no-untyped-call]
-            self._locked = None
 
     def _call(self, name: str, *arguments: object) -> None:
         message = ctypes.create_string_buffer(MESSAGE_BYTES)

@@ -20,20 +20,19 @@ THIMBLE_API void* thimble_turns_open(void* host, const uint64_t* memory, const i
                          reinterpret_cast<uint32_t*>(memory[2]),       reinterpret_cast<const int32_t*>(memory[3]),
                          reinterpret_cast<const float*>(memory[4]),    reinterpret_cast<int64_t*>(memory[5]),
                          reinterpret_cast<float*>(memory[6]),          reinterpret_cast<const int64_t*>(memory[7])};
-  const TurnShape sizes{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]};
+  const TurnShape sizes{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], shape[7]};
   return new Turns(step_of(host), catalog_of(host), where, sizes);
 }
 
 THIMBLE_API void thimble_turns_close(void* turns) { delete static_cast<Turns*>(turns); }
 
 // 0, or 1 with a message.
-THIMBLE_API int thimble_turns_copy_through(void* turns, void* context, int route, uint64_t staging, int waves, int lanes,
-                                           char* message, int64_t message_bytes) {
+THIMBLE_API int thimble_turns_copy_through(void* turns, void* context, int route, uint64_t staging, int lanes, char* message, int64_t message_bytes) {
   std::string reason;
   const CudaDriver* driver = CudaDriver::load(reason);
   try {
     if (driver) {
-      static_cast<Turns*>(turns)->copy_through(*driver, context, Route(route), staging, waves, lanes);
+      static_cast<Turns*>(turns)->copy_through(*driver, context, Route(route), staging, lanes);
       return 0;
     }
   } catch (const std::exception& error) {
