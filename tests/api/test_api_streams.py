@@ -127,7 +127,13 @@ def test_the_log_has_the_request_and_not_its_text(
         json={"model": "demo", "messages": [{"role": "user", "content": "a secret wish"}]},
         headers={"X-Request-Id": "wish-1"},
     )
-    lines = [record for record in caplog.records if record.name == "services.api.access"]
+    lines: list[logging.LogRecord] = []
+
+    def logged() -> bool:  # behind the response
+        lines[:] = [record for record in caplog.records if record.name == "services.api.access"]
+        return bool(lines)
+
+    assert wait_for(logged)
     assert lines[-1].fields["request_id"] == "wish-1"  # type: ignore[attr-defined]
     assert lines[-1].fields["status"] == 200  # type: ignore[attr-defined]
     assert "secret wish" not in caplog.text
