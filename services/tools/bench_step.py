@@ -8,7 +8,6 @@ the table gives medians. Results are compared bit for bit before anything is tim
 
 import argparse
 import hashlib
-import os
 import statistics
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from kernels.experts import decode, handoff
 from kernels.experts.decode_step import FINGERPRINT
 from kernels.experts.device.turns import Route, SharedSlots
 from kernels.experts.host.binding import Host
-from kernels.workers.pool import Workers, available_isas
+from kernels.workers.pool import Workers, available_isas, default_threads
 from services.tools import figures
 from services.tools.expert_rig import Method, Rig
 from services.tools.read_rates import ReadRates
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         print("bench step needs a CUDA device", file=sys.stderr)
         return 2
     blocks = SyntheticBlocks(LAYOUT, LAYERS, EXPERTS, args.clustered)
-    all_threads = len(os.sched_getaffinity(0))
+    all_threads = default_threads()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         begun = time.monotonic()
         catalog = blocks.write(Path(folder) / "experts.bin")

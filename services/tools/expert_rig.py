@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.experts.decode_step import ExpertStep
-from kernels.experts.device.turns import HandoffError, Route, SharedSlots, Turns
+from kernels.experts.device.turns import TIMEOUT_NS, HandoffError, Route, SharedSlots, Turns
 
 Tensor = torch.Tensor
 
@@ -21,6 +21,7 @@ class Method:
     share: int | None = None
     waves: int = 1
     whole_groups: bool = False
+    timeout_ns: int = TIMEOUT_NS
 
 
 class Rig:
@@ -32,7 +33,7 @@ class Rig:
         self.method = method
         self.layers = layers
         self.step = ExpertStep(layout, tokens * top_k, tokens, top_k, device)
-        self.turns = Turns(slots, self.step, method.waves)
+        self.turns = Turns(slots, self.step, method.waves, method.timeout_ns)
         if method.route is not Route.IN_PLACE:
             self.turns.copy_through(method.route)
         self.turns.share(method.share, initial=top_k / 3)

@@ -38,7 +38,8 @@ class SyntheticBlocks:
     def inputs(self, rows: int, seed: int) -> torch.Tensor:
         """float32 [rows, latent]: what the expert step gets."""
         generator = torch.Generator().manual_seed(seed)
-        return torch.randn(rows, self.layout.latent, generator=generator) + LEAN[self.clustered]
+        noise = torch.randn(rows, self.layout.latent, generator=generator)
+        return noise - noise.mean(dim=1, keepdim=True) + LEAN[self.clustered]
 
     def write(self, path: Path) -> Catalog:
         """The blocks as a store's file would hold them, and where they are."""

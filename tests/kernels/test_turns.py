@@ -104,7 +104,7 @@ def test_threads_and_instruction_sets_give_the_same_bits(catalog: Catalog, slots
     for threads in (1, 2, 7, 16):
         for isa in available_isas():
             with opened(catalog, threads, LAYERS * EXPERTS, isa) as other:
-                assert torch.equal(run(other, Method("split", share=5), given), whole), (threads, isa)
+                assert torch.equal(run(other, Method("split", share=5, timeout_ns=10**9), given), whole), (threads, isa)
 
 
 def test_a_cache_smaller_than_the_model_gives_the_same_bits(catalog: Catalog, slots: SharedSlots) -> None:

@@ -1,7 +1,7 @@
 """One GPU's hand-off with the host library: the memory both see, the launches for the graph, and `serve` for the host.
 
 Owns the mapped memory and flags (described in ../handoff.py) and the page-locking of the host library's slots; the
-expert buffers are ExpertStep's. Everything is allocated here, before a graph is captured. Launch order of one MoE layer:
+expert buffers are ExpertStep's. Everything is allocated here, before a graph is captured. Order of one MoE layer:
 
     post -> wait_plan -> step.launch_quantise, launch_items -> wait_results -> step.launch_combine
 """
@@ -21,7 +21,7 @@ from kernels.workers.pool import native
 Tensor = torch.Tensor
 
 CACHE_LINE = 128  # Turns::CACHE_LINE
-TIMEOUT_NS = 100_000_000
+TIMEOUT_NS = 100_000_000  # longest wait of the GPU for the host
 MESSAGE_BYTES = 512
 
 
@@ -72,7 +72,7 @@ class SharedSlots:
 class Turns:
     """For slots that the GPU can read, and the step's buffers. Used by the thread that owns both."""
 
-    def __init__(self, slots: SharedSlots, step: ExpertStep, waves: int = 1) -> None:
+    def __init__(self, slots: SharedSlots, step: ExpertStep, waves: int = 1, timeout_ns: int = TIMEOUT_NS) -> None:
         latent, lookups = step.layout.latent, step.tokens * step.top_k
 
         def mapped(count: int, dtype: torch.dtype) -> Tensor:
@@ -81,6 +81,7 @@ class Turns:
         self.library = native()
         self.step = step
         self.waves = waves
+        self.timeout_ns = timeout_ns
         flag_words = CACHE_LINE // 4
         self.flags = mapped(flag_words * (2 + waves), torch.int32)
         self.posted, self.finished = self.flags[:1], self.flags[flag_words : flag_words + 1]
@@ -154,7 +155,7 @@ class Turns:
             self.turn,
             flag,
             self.stop,
-            TIMEOUT_NS,
+            self.timeout_ns,
             self.waited,
             self.plan,
             self.step.plan,
