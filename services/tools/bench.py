@@ -4,20 +4,20 @@ import argparse
 import importlib
 
 BENCHMARKS = {
+    "experts": ("services.tools.bench_experts", "the routed experts on the processor, every instruction set it has"),
     "step": ("services.tools.bench_step", "a layer's routed experts on GPU and CPU, every placement in one run"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    choices = parser.add_subparsers(dest="benchmark", required=True, metavar="WHAT")
-    for name, (module, summary) in BENCHMARKS.items():
-        choice = choices.add_parser(name, help=summary, description=summary)
-        choice.set_defaults(module=module)
-        choice.add_argument("options", nargs=argparse.REMAINDER, help=f"see thimble bench {name} -- --help")
+    summaries = "; ".join(f"{name}: {summary}" for name, (_, summary) in BENCHMARKS.items())
+    parser.add_argument("benchmark", choices=sorted(BENCHMARKS), metavar="WHAT", help=summaries)
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="of the benchmark: thimble bench WHAT --help")
 
 
 def run(args: argparse.Namespace) -> int:
-    module = importlib.import_module(args.module)
-    parser = argparse.ArgumentParser(prog=f"thimble bench {args.benchmark}", description=BENCHMARKS[args.benchmark][1])
-    module.add_arguments(parser)
-    return int(module.run(parser.parse_args([word for word in args.options if word != "--"])))
+    module, summary = BENCHMARKS[args.benchmark]
+    benchmark = importlib.import_module(module)
+    parser = argparse.ArgumentParser(prog=f"thimble bench {args.benchmark}", description=summary)
+    benchmark.add_arguments(parser)
+    return int(benchmark.run(parser.parse_args([word for word in args.options if word != "--"])))
