@@ -20,7 +20,7 @@ POINTER, SIZE, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 def bind(name: str, *arguments: type) -> "ctypes._NamedFuncPointer | None":
     """The library's function, which returns nothing; None without a library. Builds the library if it must."""
     try:
-        function: ctypes._NamedFuncPointer = getattr(native(), name)
+        function: ctypes._NamedFuncPointer = native()[name]
     except BuildError:
         return None
     function.argtypes = arguments

@@ -3,10 +3,9 @@
 Float32 throughout. A row's bits do not depend on the other rows.
 """
 
-import torch
 from torch import Tensor
 
-from kernels.elementary.reference import silu, total
+from kernels.elementary.reference import silu, sqrt, total
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -25,4 +24,4 @@ def gated_group_rms_norm(y: Tensor, z: Tensor, weight: Tensor, group: int, eps: 
 
 def _normalise(x: Tensor, eps: float) -> Tensor:
     mean = total(x * x, dim=-1) / x.shape[-1]
-    return x / torch.sqrt(mean + eps).unsqueeze(-1)
+    return x / sqrt(mean + eps).unsqueeze(-1)

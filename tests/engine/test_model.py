@@ -1,11 +1,12 @@
 """The model's bits: the same for any cut of a prompt, any batch mates, any thread count, and after a restore."""
 
+import importlib
 import itertools
 from collections.abc import Iterator
 
 import pytest
 import torch
-from store_experts import StoreExperts
+from recorded_experts import RecordedExperts
 from torch import Tensor
 
 from services.engine.errors import OutOfPagesError
@@ -18,13 +19,25 @@ from services.engine.state import State
 IDS = torch.randint(20, 4096, (70,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-@pytest.fixture(scope="module")
-def experts(demo_store: Store) -> StoreExperts:
-    return StoreExperts(demo_store)
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """torch's own threads spin while they wait for one another: on a busy machine that takes most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
-def model(demo_store: Store, experts: StoreExperts) -> Model:
+def experts(demo_store: Store) -> Iterator[RecordedExperts]:
+    experts = RecordedExperts(demo_store, slots=10_000)
+    yield experts
+    experts.check()
+    experts.close()
+
+
+@pytest.fixture(scope="module")
+def model(demo_store: Store, experts: RecordedExperts) -> Model:
     return Model(demo_store.dense(), demo_store.config, experts)
 
 
@@ -39,11 +52,7 @@ def pool(model: Model) -> Iterator[PagePool]:
 @pytest.fixture(scope="module")
 def whole(model: Model) -> Tensor:
     """Logits after every id of IDS, read at once, on one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    logits = model.forward_all([Segment(State(model.config, PagePool(model.config, 2)), IDS)])
-    torch.set_num_threads(before)
-    return logits
+    return model.forward_all([Segment(State(model.config, PagePool(model.config, 2)), IDS)])
 
 
 @pytest.mark.parametrize("cut", [[1] * 70, [69, 1], [1, 69], [3, 40, 27], [64, 6]], ids=lambda cut: str(cut[:3]))
@@ -68,11 +77,25 @@ def test_batch_mates_do_not_show(model: Model, pool: PagePool, whole: Tensor) ->
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_and_repeats_do_not_show(model: Model, pool: PagePool, whole: Tensor, threads: int) -> None:
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
     logits = model.forward_all([Segment(State(model.config, pool), IDS)])
-    torch.set_num_threads(before)
+    torch.set_num_threads(1)
     assert torch.equal(logits, whole)
+
+
+def test_a_small_cache_and_the_references_do_not_show(demo_store: Store, whole: Tensor, monkeypatch) -> None:
+    """A tenth of the experts in RAM, and every small kernel as its definition in torch."""
+    for name in ("norm", "router", "mamba", "attention"):
+        module = importlib.import_module(f"kernels.{name}.cpu")
+        monkeypatch.setattr(module, "bind", lambda *_: None)
+    experts = RecordedExperts(demo_store, slots=45)
+    model = Model(demo_store.dense(), demo_store.config, experts)
+    state = State(model.config, PagePool(model.config, 2))
+    logits = torch.cat([model.forward([Segment(state, IDS[:50])]), model.forward([Segment(state, IDS[50:])])])
+    assert torch.equal(logits, whole[[49, 69]])
+    assert experts.counters().evictions > 0
+    experts.check()
+    experts.close()
 
 
 def test_another_prompt_does_show(model: Model, pool: PagePool, whole: Tensor) -> None:
@@ -120,7 +143,9 @@ def test_without_pages_nothing_is_touched(model: Model, pool: PagePool, whole: T
     assert torch.equal(model.forward([Segment(one, IDS[60:])])[0], whole[-1])
 
 
-def test_a_step_that_fails_spoils_its_states(model: Model, experts: StoreExperts, pool: PagePool, monkeypatch) -> None:
+def test_a_step_that_fails_spoils_its_states(
+    model: Model, experts: RecordedExperts, pool: PagePool, monkeypatch
+) -> None:
     one, other = State(model.config, pool), State(model.config, pool)
 
     def fail(layer: int, *_: object) -> Tensor:
@@ -146,7 +171,7 @@ def test_misuse_is_our_own_bug(model: Model, pool: PagePool) -> None:
             model.forward(segments)
 
 
-def test_the_next_routers_guess_is_often_right(model: Model, experts: StoreExperts, pool: PagePool) -> None:
+def test_the_next_routers_guess_is_often_right(model: Model, experts: RecordedExperts, pool: PagePool) -> None:
     state, right, asked, chance = State(model.config, pool), 0, 0, 6 / 64
     logits = model.forward([Segment(state, IDS[:4])])
     for _ in range(24):
@@ -160,7 +185,7 @@ def test_the_next_routers_guess_is_often_right(model: Model, experts: StoreExper
     assert right / asked > 0.5 > 4 * chance
 
 
-def test_a_guess_for_many_tokens_names_each_expert_once(model: Model, experts: StoreExperts, pool: PagePool) -> None:
+def test_a_guess_for_many_tokens_names_each_expert_once(model: Model, experts: RecordedExperts, pool: PagePool) -> None:
     model.forward([Segment(State(model.config, pool), IDS[:20])])
     for layer in range(1, 7):
         assert len(set(experts.guesses[layer])) == len(experts.guesses[layer]) > 6

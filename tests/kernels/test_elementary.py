@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from odd_memory import framed, randn
 from torch import Tensor
 
-from kernels.elementary.reference import exp, sigmoid, silu, softplus, total
+from kernels.elementary.reference import exp, sigmoid, silu, softplus, sqrt, total
 
 Function = Callable[[Tensor], Tensor]
 
@@ -36,6 +37,13 @@ def test_is_within_one_unit_in_the_last_place(name: str) -> None:
     downwards = torch.nextafter(exact, torch.tensor(-math.inf))
     assert ((found == exact) | (found == upwards) | (found == downwards)).all()
     assert (found == exact).float().mean() > 0.999
+
+
+def test_sqrt_is_correctly_rounded() -> None:
+    """Found the hard way: torch.sqrt is not, on some machines, so a whole model differed from its C++ in rare bits."""
+    x = torch.cat([randn(500_000).square(), randn(100_000, seed=1).abs() * 1e-30, torch.tensor([0.0, 1e-45, 3e38])])
+    assert np.array_equal(sqrt(x).numpy(), np.sqrt(x.numpy()))
+    assert not np.array_equal(torch.nextafter(sqrt(x), torch.tensor(9e9)).numpy(), np.sqrt(x.numpy()))
 
 
 def test_the_comparison_with_float64_can_fail() -> None:

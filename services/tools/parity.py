@@ -1,0 +1,94 @@
+"""How far the engine's model is from the independent reference on a text. Owns the measures and their bars.
+
+KL is of the reference's next-token distribution from ours, in nats, over every position of the text. Greedy: the
+reference continues the text by its most likely ids; our model is fed the same ids one by one and chooses at each place.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.engine.model import Model, Segment
+from services.engine.pages import PagePool, pages_for
+from services.engine.state import State
+
+MEAN_KL_BAR = 0.003
+GREEDY_TOKENS = 64
+GREEDY_BAR = 63
+
+
+@dataclass(frozen=True)
+class Parity:
+    """`margins`: at each greedy place where we chose otherwise, how far the reference's first logit led its second."""
+
+    tokens: int
+    perplexity: float
+    reference_perplexity: float
+    mean_kl: float
+    max_kl: float
+    top1: float  # share of positions with the same most likely id
+    greedy: int  # of GREEDY_TOKENS
+    margins: tuple[float, ...]
+
+    @property
+    def passed(self) -> bool:
+        return self.mean_kl <= MEAN_KL_BAR and self.greedy >= GREEDY_BAR  # a NaN fails
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the reference says about `ids`: logits after each [n, vocab], greedy ids, and the logits that chose them."""
+
+    ids: list[int]
+    logits: Tensor
+    greedy: list[int]
+    greedy_logits: Tensor
+
+
+@torch.inference_mode()
+def ask_reference(reference: Any, ids: list[int]) -> Expected:
+    """Run transformers once over `ids` and then token by token."""
+    out = reference(input_ids=torch.tensor([ids]), use_cache=True)
+    rows = [out.logits[0, -1]]
+    for _ in range(GREEDY_TOKENS - 1):
+        step = reference(input_ids=rows[-1].argmax().view(1, 1), cache=out.cache, use_cache=True)
+        rows.append(step.logits[0, -1])
+    return Expected(ids, out.logits[0], [int(row.argmax()) for row in rows], torch.stack(rows))
+
+
+def compare(model: Model, expected: Expected) -> Parity:
+    """Run the engine's model: the text at once, then one id a step, as when it decodes."""
+    pool = PagePool(model.config, pages_for(len(expected.ids) + GREEDY_TOKENS))
+    state = State(model.config, pool)
+    logits = model.forward_all([Segment(state, expected.ids)])
+    rows = [logits[-1]]
+    for id_ in expected.greedy[:-1]:
+        rows.append(model.forward([Segment(state, [id_])])[0])
+    state.release()
+    agrees = [int(row.argmax()) == id_ for row, id_ in zip(rows, expected.greedy, strict=True)]
+    leads = expected.greedy_logits.topk(2).values
+    kl = divergence(expected.logits, logits)
+    return Parity(
+        tokens=len(expected.ids),
+        perplexity=perplexity(logits, expected.ids),
+        reference_perplexity=perplexity(expected.logits, expected.ids),
+        mean_kl=float(kl.mean()),
+        max_kl=float(kl.max()),
+        top1=float((logits.argmax(1) == expected.logits.argmax(1)).double().mean()),
+        greedy=sum(agrees),
+        margins=tuple(float(a - b) for (a, b), same in zip(leads, agrees, strict=True) if not same),
+    )
+
+
+def divergence(reference: Tensor, ours: Tensor) -> Tensor:
+    """KL(reference || ours) of each row of logits [n, vocab] -> float64 [n]."""
+    p, q = (torch.log_softmax(logits.double(), dim=1) for logits in (reference, ours))
+    return (p.exp() * (p - q)).sum(dim=1)
+
+
+def perplexity(logits: Tensor, ids: list[int]) -> float:
+    """Of every id but the first, given those before it."""
+    return math.exp(torch.nn.functional.cross_entropy(logits[:-1].double(), torch.tensor(ids[1:])))
