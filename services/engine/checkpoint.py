@@ -1,23 +1,25 @@
 """A checkpoint folder as it was downloaded: its files, and every tensor of the language model by its canonical name.
 
-Takes one file or shards with an index, names with or without `language_model.`, `backbone.` or `model.`. Vision and
-sound tensors are none of the language model and are left out, the multi-token-prediction block is kept aside; both are
-counted. What the tensors mean is in weights.py.
+Takes one file or shards with an index. Names are put into one form by names.py, vision tensors by vision/names.py; the
+multi-token-prediction block is kept aside, sound tensors are counted. What the tensors mean is in weights.py, what the
+config says of their formats in quantisation.py.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.engine import quantisation
 from services.engine.errors import CheckpointError
 from services.engine.model_config import ModelConfig, read_config
+from services.engine.names import Part, canonical
 from services.engine.tensorfile import Entry, read_header
+from services.engine.vision.names import VisionTensor, vision_tensors
 from services.engine.weights import Format, check_tensors, dense_tensors, expert_tensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-OTHER_PARTS = ("vision_", "mlp1.", "sound_")
-BODY_PREFIXES = ("backbone.", "model.")
 
 
 @dataclass(frozen=True)
@@ -30,47 +32,64 @@ class Checkpoint:
     tensors: dict[str, Entry]
     formats: dict[str, Format]  # of every linear, by its name without `.weight`
     mtp: dict[str, Entry]
-    other_tensors: int  # vision and sound tensors, left where they are
+    vision: dict[str, VisionTensor]  # by one set of names
+    sound_tensors: int
 
     @staticmethod
     def open(folder: Path) -> "Checkpoint":
-        """Raises CheckpointError if the folder holds no model of ours, or not all of it."""
+        """Raises CheckpointError if the folder holds no model of ours, or not all of it, or contradicts itself."""
         raw = read_config(folder)
         config = ModelConfig.from_hf(raw)
-        tensors: dict[str, Entry] = {}
-        mtp: dict[str, Entry] = {}
-        others = 0
-        for path in weight_files(folder):
-            for name, entry in read_header(path).items():
-                canonical = name.removeprefix("language_model.")
-                if canonical.startswith(OTHER_PARTS):
-                    others += 1
-                    continue
-                target = mtp if canonical.startswith("mtp.") else tensors
-                for prefix in BODY_PREFIXES:
-                    canonical = canonical.removeprefix(prefix)
-                if canonical in target:
-                    twice = target[canonical]
-                    raise CheckpointError(
-                        f"tensor {canonical}: present twice, as {twice.name} in {twice.path.name} "
-                        f"and as {name} in {path.name}"
-                    )
-                target[canonical] = entry
+        parts: dict[Part, dict[str, Entry]] = {"language": {}, "mtp": {}, "vision": {}, "sound": {}}
+        for name, entry in _entries(folder):
+            part, ours = canonical(name)
+            if ours in parts[part]:
+                twice = parts[part][ours]
+                raise CheckpointError(
+                    f"tensor {ours}: present twice, as {twice.name} in {twice.path.name} "
+                    f"and as {name} in {entry.path.name}"
+                )
+            parts[part][ours] = entry
+        tensors = parts["language"]
         formats = check_tensors(tensors, dense_tensors(config), expert_tensors(config))
+        quantisation.check(quantisation.descriptions(folder, raw), formats)
         architecture = (raw.get("architectures") or [str(raw.get("model_type"))])[0]
-        return Checkpoint(folder, architecture, config, tensors, formats, mtp, others)
+        vision = vision_tensors(parts["vision"], raw)
+        return Checkpoint(folder, architecture, config, tensors, formats, parts["mtp"], vision, len(parts["sound"]))
+
+
+def _entries(folder: Path) -> Iterator[tuple[str, Entry]]:
+    """Every tensor of every file. Raises CheckpointError where the index and a shard disagree."""
+    listed = _weight_map(folder)
+    for path in weight_files(folder):
+        header = read_header(path)
+        if listed is not None:
+            mine = {name for name, file in listed.items() if file == path.name}
+            for name in sorted(mine ^ header.keys()):
+                known, other = ("missing there", "lists it") if name in mine else ("is there", "does not list it")
+                raise CheckpointError(f"tensor {name}: {path.name} {known}, but {INDEX} {other}; fetch both again")
+        yield from header.items()
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint. Raises CheckpointError if there are none or the index is damaged."""
-    if not (folder / INDEX).exists():
+    listed = _weight_map(folder)
+    if listed is None:
         if not (folder / SINGLE).exists():
             raise CheckpointError(f"{folder}: holds neither {SINGLE} nor {INDEX}; give the checkpoint's folder")
         return [folder / SINGLE]
+    return [folder / name for name in sorted(set(listed.values()))]
+
+
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """File name by tensor name, as the index has it; None without an index."""
+    path = folder / INDEX
+    if not path.exists():
+        return None
     try:
-        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        files = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"].items())
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{folder / INDEX}: cannot be read: {error!r}; fetch the file again") from error
-    if any(not isinstance(name, str) or Path(name).name != name for name in names):
-        raise CheckpointError(f"{folder / INDEX}: names a file outside the checkpoint's folder")
-    return [folder / name for name in sorted(names)]
+        raise CheckpointError(f"{path}: cannot be read: {error!r}; fetch the file again") from error
+    if any(not isinstance(name, str) or Path(name).name != name for name in files.values()):
+        raise CheckpointError(f"{path}: names a file outside the checkpoint's folder")
+    return files

@@ -7,6 +7,7 @@ Owns headers, sizes and truncation. Knows nothing of names or models. A file is 
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +80,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
                 raise CheckpointError(f"{path}: not a safetensors file, or truncated ({size} bytes); fetch it again")
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=lambda pairs: _no_name_twice(path, pairs))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: not found; the checkpoint is incomplete, fetch it again") from error
     except OSError as error:
@@ -90,10 +91,24 @@ def read_header(path: Path) -> dict[str, Entry]:
     for name, fields in header.items() if isinstance(header, dict) else ():
         if name != "__metadata__":
             entries[name] = _entry(path, name, fields, data_start=8 + length)
+    ends = 8 + length
+    for entry in sorted(entries.values(), key=lambda entry: entry.offset):
+        if entry.offset < ends:
+            raise CheckpointError(f"{path}: tensor {entry.name} overlaps the one before it; fetch the file again")
+        ends = entry.offset + entry.size_bytes
     needed = max((entry.offset + entry.size_bytes for entry in entries.values()), default=8 + length)
     if needed > size:
         raise CheckpointError(f"{path}: truncated, {size} of {needed} bytes; fetch the file again")
     return entries
+
+
+def _no_name_twice(path: Path, pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """JSON itself would silently keep the last of two."""
+    names = dict(pairs)
+    if len(names) < len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise CheckpointError(f"tensor {twice}: present twice in {path}; fetch the file again")
+    return names
 
 
 def _entry(path: Path, name: str, fields: object, data_start: int) -> Entry:

@@ -184,6 +184,13 @@ def check_scale(name: str, scale: Tensor) -> None:
         raise CheckpointError(f"tensor {name}: found a scale of {scale[bad].float()[0].item()}, expected {wanted}")
 
 
+def check_values(name: str, values: Tensor) -> None:
+    """Raise CheckpointError if a tensor of weights holds a NaN or an infinity."""
+    bad = ~torch.isfinite(values.float() if values.dtype == torch.float8_e4m3fn else values)
+    if bad.any():
+        raise CheckpointError(f"tensor {name}: found {values[bad][0].float().item()}, expected finite weights")
+
+
 def _linear_format(entries: Mapping[str, Entry], name: str, shape: Shape) -> Format:
     weight = f"{name}.weight"
     rows, columns = shape
@@ -191,6 +198,11 @@ def _linear_format(entries: Mapping[str, Entry], name: str, shape: Shape) -> For
         raise CheckpointError(f"tensor {weight}: missing; the checkpoint is incomplete or of another model")
     dtype = entries[weight].dtype
     if dtype == "U8":
+        if columns % nvfp4.GROUP:
+            raise CheckpointError(
+                f"tensor {weight}: found NVFP4 (U8), expected another format: its {columns} columns are no multiple "
+                f"of {nvfp4.GROUP}"
+            )
         _expect(entries, weight, ("U8",), (rows, columns // 2))
         _expect(entries, f"{name}.weight_scale", ("F8_E4M3",), (rows, columns // nvfp4.GROUP))
         _expect(entries, f"{name}.weight_scale_2", ("F32",), ())

@@ -27,8 +27,8 @@ from services.engine.checkpoint import Checkpoint, weight_files
 from services.engine.errors import CheckpointError, DiskError
 from services.engine.experts import store as layout
 from services.engine.experts.store import Block, DenseFile, Store
-from services.engine.tensorfile import header_bytes, write_file
-from services.engine.weights import Linear, check_scale, expert_name, read_linear
+from services.engine.tensorfile import DTYPES, header_bytes, write_file
+from services.engine.weights import FLOATS, Linear, check_scale, check_values, expert_name, read_linear
 from services.tools.progress import Progress
 
 _BATCH_BYTES = 64 << 20
@@ -89,7 +89,8 @@ def _make(source: Checkpoint, folder: Path, journal: IO[bytes], key: str, say: C
     if blocks:
         say(f"{folder}: going on after {len(blocks)} blocks")
     _check_space(source, folder, len(blocks))
-    for what, count in (("multi-token-prediction", len(source.mtp)), ("vision and sound", source.other_tensors)):
+    counts = {"multi-token-prediction": len(source.mtp), "vision": len(source.vision), "sound": source.sound_tensors}
+    for what, count in counts.items():
         if count:
             say(f"{count} {what} tensors are left out of the store")
     _write_experts(source, experts_path, journal, blocks)
@@ -202,7 +203,10 @@ def _write_dense(source: Checkpoint, path: Path) -> DenseFile:
     def pieces() -> Iterator[bytes]:
         yield start
         for name in order:
-            yield from entries[name].chunks()
+            for chunk in entries[name].chunks():
+                if entries[name].dtype in (*FLOATS, "F8_E4M3"):
+                    check_values(name, torch.frombuffer(bytearray(chunk), dtype=DTYPES[entries[name].dtype]))
+                yield chunk
 
     size, digest = write_file(path, pieces())
     return DenseFile(size, int(digest, 16))

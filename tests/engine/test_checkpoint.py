@@ -1,5 +1,6 @@
 """Checkpoints as they come: both published styles, every format, and what is wrong named with its tensor."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from vectors import tiny_checkpoint
 
 from services.engine.checkpoint import Checkpoint
 from services.engine.errors import CheckpointError
+from services.engine.tensorfile import read_header
 from services.engine.weights import DenseWeights, dense_tensors, read_linear
+from services.tools import small_checkpoint as tiny_checkpoint
 
 UP = "backbone.layers.1.mixer.experts.3.up_proj"
 Tensors = dict[str, Tensor]
@@ -25,14 +28,14 @@ def replace(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str
     return edit
 
 
-@pytest.mark.parametrize("style", ["3-super", "3.5-super-vl"])
+@pytest.mark.parametrize("style", ["3-super", "3.5-super-vl", "3.5-super-vl-export"])
 def test_every_tensor_is_found_with_its_format(tmp_path: Path, style: tiny_checkpoint.Style) -> None:
     checkpoint = Checkpoint.open(tiny_checkpoint.write(tmp_path / "c", style))
     tensors, formats = tiny_checkpoint.language_model(seed=0)
     assert checkpoint.formats == formats
     assert set(checkpoint.tensors) == set(tensors)
-    assert set(checkpoint.mtp) == {"mtp.layers.0.eh_proj.weight"}
-    assert checkpoint.other_tensors == (0 if style == "3-super" else 3)
+    assert len(checkpoint.mtp) == 32
+    assert bool(checkpoint.vision) == (style != "3-super")
     for name, tensor in tensors.items():
         read = checkpoint.tensors[name].read()
         assert read.dtype == tensor.dtype, name
@@ -211,3 +214,46 @@ def test_an_unquantised_checkpoint_is_one_too(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(tiny_checkpoint.write_unquantised(tmp_path / "c"))
     assert set(checkpoint.formats.values()) == {"BF16"}
     assert set(checkpoint.formats) == set(tiny_checkpoint.language_model(seed=0)[1])
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    folder = tiny_checkpoint.write(tmp_path / "c", "3.5-super-vl")
+    first, second = (folder / f"model-0000{i}-of-00003.safetensors" for i in (1, 2))
+    name = next(iter(read_header(first)))
+    save_file(load_file(second) | {name: load_file(first)[name]}, second)
+    with pytest.raises(CheckpointError, match=rf"tensor {name}: model-00002.* is there, but .*index.json does not"):
+        Checkpoint.open(folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(f'"{name}": "model-00001', f'"{name}": "model-00002'))
+    with pytest.raises(CheckpointError, match=rf"tensor {name}: model-00001.* is there, but .*index.json does not"):
+        Checkpoint.open(folder)
+
+
+def test_a_tensor_that_the_index_lists_must_be_there(tmp_path: Path) -> None:
+    folder = tiny_checkpoint.write(tmp_path / "c", "3.5-super-vl")
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["extra"] = "model-00001-of-00003.safetensors"
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"tensor extra: model-00001.* missing there, but .* lists it"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (
+            b'{"x":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"x":{"dtype":"U8","shape":[4],"data_offsets":[4,8]}}',
+            "tensor x: present twice",
+        ),
+        (
+            b'{"x":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"y":{"dtype":"U8","shape":[4],"data_offsets":[2,6]}}',
+            "tensor y overlaps",
+        ),
+    ],
+)
+def test_two_tensors_in_one_place_are_refused(tmp_path: Path, header: bytes, message: str) -> None:
+    path = tiny_checkpoint.write(tmp_path / "c") / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 64)
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(tmp_path / "c")

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from vectors import tiny_checkpoint
 
 from services.engine.errors import StoreError
 from services.engine.experts.store import DenseFile, Store, parse_block
 from services.engine.experts.store import fingerprint as fingerprint_of
 from services.engine.model_config import ModelConfig
+from services.tools import small_checkpoint as tiny_checkpoint
 from services.tools.repack import repack
 
 

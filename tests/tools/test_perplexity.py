@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from vectors import tiny_checkpoint
 
 from services.tools import figures
+from services.tools import small_checkpoint as tiny_checkpoint
 from services.tools.cli import main
 from services.tools.perplexity import Score, measure
 from services.tools.texts import Window

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from vectors import tiny_checkpoint
 
 from services.engine.checkpoint import Checkpoint
 from services.engine.errors import CheckpointError
 from services.engine.weights import read_linear
 from services.tools import calibrate, transformers_model
+from services.tools import small_checkpoint as tiny_checkpoint
 from services.tools.cli import main
 from services.tools.quantize import algorithm, quantize
 from services.tools.repack import repack

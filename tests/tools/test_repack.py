@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from vectors import tiny_checkpoint
 
 from services.engine.errors import CheckpointError, DiskError
 from services.engine.experts.store import Store
 from services.tools import repack as module
+from services.tools import small_checkpoint as tiny_checkpoint
 from services.tools.cli import main
 from services.tools.repack import repack
 
@@ -37,14 +37,15 @@ def content(store: Path) -> dict[str, Any]:
     return files | {"manifest": manifest}
 
 
-def test_both_published_styles_give_the_same_store(tmp_path: Path) -> None:
-    stores = [tmp_path / style / "store" for style in ("3-super", "3.5-super-vl")]
+def test_all_published_styles_give_the_same_store(tmp_path: Path) -> None:
+    styles = ("3-super", "3.5-super-vl", "3.5-super-vl-export")
+    stores = [tmp_path / style / "store" for style in styles]
     said: list[str] = []
-    for store, style in zip(stores, ("3-super", "3.5-super-vl"), strict=True):
+    for store, style in zip(stores, styles, strict=True):
         repack(tiny_checkpoint.write(tmp_path / style / "c", style), store, say=said.append)  # type: ignore[arg-type]
-    assert content(stores[0]) == content(stores[1])
-    assert "1 multi-token-prediction tensors are left out of the store" in said
-    assert "3 vision and sound tensors are left out of the store" in said
+    assert content(stores[0]) == content(stores[1]) == content(stores[2])
+    assert said.count("32 multi-token-prediction tensors are left out of the store") == 3
+    assert "33 vision tensors are left out of the store" in said
     other = tmp_path / "other"
     repack(tiny_checkpoint.write(other / "c", seed=1), other / "store", say=quiet)
     assert content(other / "store") != content(stores[0])
@@ -224,9 +225,12 @@ def test_experts_that_are_not_nvfp4_are_refused(tmp_path: Path) -> None:
         for part in ("weight_scale", "weight_scale_2", "input_scale"):
             del tensors[f"{name}.{part}"]
         tensors[f"{name}.weight"] = torch.ones(32, 48, dtype=torch.bfloat16)
+        del config["quantization_config"]
 
+    folder = tiny_checkpoint.write(tmp_path / "c", edit=edit)
+    (folder / "hf_quant_config.json").unlink()
     with pytest.raises(CheckpointError, match=r"experts\.2\.down_proj\.weight: expected NVFP4 .* found BF16"):
-        repack(tiny_checkpoint.write(tmp_path / "c", edit=edit), tmp_path / "store", say=quiet)
+        repack(folder, tmp_path / "store", say=quiet)
 
 
 def test_a_dense_scale_that_is_not_finite_is_refused(tmp_path: Path) -> None:
@@ -234,6 +238,32 @@ def test_a_dense_scale_that_is_not_finite_is_refused(tmp_path: Path) -> None:
         tensors["backbone.layers.0.mixer.in_proj.weight_scale"] *= float("inf")
 
     with pytest.raises(CheckpointError, match=r"in_proj\.weight_scale: found a scale of inf"):
+        repack(tiny_checkpoint.write(tmp_path / "c", edit=edit), tmp_path / "store", say=quiet)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["backbone.layers.2.mixer.in_proj.weight", "backbone.layers.0.mixer.dt_bias"])
+def test_a_dense_weight_that_is_not_finite_is_refused(tmp_path: Path, name: str, value: float) -> None:
+    def edit(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name].view(-1)[-1] = value
+
+    with pytest.raises(CheckpointError, match=rf"{name.removeprefix('backbone.')}: found {value}, expected finite"):
+        repack(tiny_checkpoint.write(tmp_path / "c", edit=edit), tmp_path / "store", say=quiet)
+
+
+def test_an_fp8_weight_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    def edit(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors["backbone.layers.0.mixer.in_proj.weight"].view(torch.uint8)[3, 5] = 0x7F
+
+    with pytest.raises(CheckpointError, match=r"in_proj\.weight: found nan, expected finite"):
+        repack(tiny_checkpoint.write(tmp_path / "c", edit=edit), tmp_path / "store", say=quiet)
+
+
+def test_a_kv_scale_that_is_negative_is_refused(tmp_path: Path) -> None:
+    def edit(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors["backbone.layers.3.mixer.k_proj.k_scale"] *= -1
+
+    with pytest.raises(CheckpointError, match=r"k_proj\.k_scale: found a scale of -"):
         repack(tiny_checkpoint.write(tmp_path / "c", edit=edit), tmp_path / "store", say=quiet)
 
 

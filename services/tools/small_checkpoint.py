@@ -1,23 +1,30 @@
-"""A tiny random checkpoint in ModelOpt's layout on disk, in the style of 3-Super or of 3.5-Super-VL.
+"""A small random checkpoint in ModelOpt's exact layout on disk, in the style of 3-Super or of 3.5-Super-VL.
 
-Both styles of one seed hold the same language model. Every format occurs: experts NVFP4, and the other linears by the
-table below. Written with the safetensors package, so that our own reader is not tested by our own writer.
+    python -m services.tools.small_checkpoint FOLDER [3-super | 3.5-super-vl | 3.5-super-vl-export]
+
+All styles of one seed hold the same language model and multi-token-prediction block; the two of 3.5 differ in the
+names of their vision tensors. Every format occurs: experts NVFP4, and the other linears by the table below, mixed as
+3-Super's are. Written with the safetensors package, so that our own reader is not tested by our own writer.
 """
 
 import json
-from collections.abc import Callable
+import re
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-Style = Literal["3-super", "3.5-super-vl"]
+from services.tools import small_vision
+
+Style = Literal["3-super", "3.5-super-vl", "3.5-super-vl-export"]
 Tensors = dict[str, Tensor]
 
 PATTERN = "MEM*E"
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,
     "num_attention_heads": 4,
@@ -55,11 +62,12 @@ QUANTISED = {
     "layers.0.mixer.in_proj": "FP8",
     "layers.0.mixer.out_proj": "FP8",
     "layers.1.mixer.fc1_latent_proj": "FP8",
+    "layers.1.mixer.fc2_latent_proj": "FP8",
     "layers.1.mixer.shared_experts.up_proj": "FP8",
     "layers.1.mixer.shared_experts.down_proj": "NVFP4",
     "layers.2.mixer.out_proj": "FP8",
     "layers.3.mixer.o_proj": "FP8",
-    "layers.4.mixer.shared_experts.up_proj": "NVFP4",
+    "layers.4.mixer.shared_experts.down_proj": "FP8",
     "lm_head": "W4A16_NVFP4",
 }
 
@@ -73,10 +81,16 @@ def write(
     style: Style = "3-super",
     seed: int = 0,
     edit: Callable[[dict[str, Any], Tensors], None] = lambda config, tensors: None,
+    vocabulary: int = 96,
+    formats: Mapping[str, str] = QUANTISED,
 ) -> Path:
-    """Write a checkpoint; `edit` may damage the config and the tensors (names as on disk) first."""
+    """Write a checkpoint; `edit` may change the config and the tensors (names as on disk) first.
+
+    `formats`: of linears that are neither routed experts nor BF16. `vocabulary` in ids.
+    """
     folder.mkdir(parents=True)
-    language, formats = language_model(seed)
+    sizes = {**SIZES, "vocab_size": vocabulary}
+    language, formats = language_model(seed, vocabulary, formats)
     quantised = {f"{_body(name)}": _entry(form) for name, form in formats.items() if form != "BF16"}
     quant = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8", "quantized_layers": quantised}
     tensors = {_body(name): tensor for name, tensor in language.items()} | _mtp(seed)
@@ -90,22 +104,28 @@ def write(
             "norm_eps": 1e-5,
             "rope_theta": 10000,
             "eos_token_id": 2,
-            **SIZES,
+            **sizes,
         }
     else:
         words = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
-        language_config = {**SIZES, "layers_block_type": [words[c] for c in PATTERN], "eos_token_id": 11}
+        language_config = {**sizes, "layers_block_type": [words[c] for c in PATTERN], "eos_token_id": 11}
         config = {
             "architectures": ["NemotronH_Omni_Reasoning_V3"],
             "model_type": "nemotron_h_omni",
             "llm_config": language_config,
             "sound_config": None,
+            "vision_config": {"patch_size": 2},
+            "projector_hidden_size": small_vision.PROJECTOR,
         }
-        quant["quantized_layers"] = {f"language_model.{name}": entry for name, entry in quantised.items()}
+        # As newer exports do: all experts of a layer under one name, what is left alone under wildcards.
+        merged = {re.sub(r"\.experts\.\d+\..*", ".experts", name): entry for name, entry in quantised.items()}
+        quant["quantized_layers"] = {f"language_model.{name}": entry for name, entry in merged.items()}
+        quant["exclude_modules"] = ["*.mtp*", "vision_model*", "*norm*"]
         tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
-        for name in ("vision_model.radio_model.model.norm.weight", "mlp1.1.weight", "vision_projector.norm.weight"):
-            tensors[name] = torch.ones(4, dtype=torch.bfloat16)
-    config["quantization_config"] = {"quant_method": "modelopt", "ignore": [], **quant}
+        layout: small_vision.Layout = "export" if style.endswith("export") else "original"
+        tensors |= small_vision.tensors(layout, SIZES["hidden_size"], seed)
+    excluded = quant.get("exclude_modules", [])
+    config["quantization_config"] = {"quant_method": "modelopt", "ignore": excluded, **quant}
     edit(config, tensors)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": quant}))
@@ -138,12 +158,14 @@ def write_unquantised(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def language_model(seed: int) -> tuple[Tensors, dict[str, str]]:
+def language_model(
+    seed: int, vocabulary: int = 96, quantised: Mapping[str, str] = QUANTISED
+) -> tuple[Tensors, dict[str, str]]:
     """Tensors by canonical name, and the format of every linear."""
     random = torch.Generator().manual_seed(seed)
     tensors: Tensors = {}
     formats: dict[str, str] = {}
-    hidden, vocab, latent, width, shared = 64, 96, 32, 48, 96
+    hidden, vocab, latent, width, shared = 64, vocabulary, 32, 48, 96
     inner, channels = 64, 64 + 2 * 2 * 16
 
     def plain(
@@ -157,7 +179,7 @@ def language_model(seed: int) -> tuple[Tensors, dict[str, str]]:
 
     plain("embeddings.weight", vocab, hidden, spread=1)
     plain("norm_f.weight", hidden, mean=1)
-    linear("lm_head", vocab, hidden, QUANTISED["lm_head"])
+    linear("lm_head", vocab, hidden, quantised.get("lm_head", "BF16"))
     for index, layer in enumerate(PATTERN):
         plain(f"layers.{index}.norm.weight", hidden, mean=1)
         mixer = f"layers.{index}.mixer."
@@ -181,7 +203,7 @@ def language_model(seed: int) -> tuple[Tensors, dict[str, str]]:
                 linear(f"{mixer}experts.{expert}.up_proj", width, latent, "NVFP4")
                 linear(f"{mixer}experts.{expert}.down_proj", latent, width, "NVFP4")
         for name, (rows, columns) in shapes.items():
-            linear(mixer + name, rows, columns, QUANTISED.get(mixer + name, "BF16"))
+            linear(mixer + name, rows, columns, quantised.get(mixer + name, "BF16"))
     return tensors, formats
 
 
@@ -203,8 +225,31 @@ def _linear(rows: int, columns: int, form: str, random: torch.Generator) -> Tens
 
 
 def _mtp(seed: int) -> Tensors:
+    """The block's tensors, all BF16: an attention layer, then an MoE layer, with norms around."""
     random = torch.Generator().manual_seed(seed + 1)
-    return {"mtp.layers.0.eh_proj.weight": torch.randn(64, 128, generator=random).to(torch.bfloat16)}
+    hidden, latent, width, shared = 64, 32, 48, 96
+    shapes: dict[str, tuple[int, ...]] = {f"0.{name}.weight": (hidden,) for name in ("enorm", "hnorm", "norm")}
+    shapes |= {"0.eh_proj.weight": (hidden, 2 * hidden)}
+    shapes |= {
+        f"0.mixer.{name}_proj.weight": (rows, hidden) for name, rows in (("q", 64), ("k", 32), ("v", 32), ("o", 64))
+    }
+    shapes |= {"1.norm.weight": (hidden,), "1.final_layernorm.weight": (hidden,), "1.mixer.gate.weight": (8, hidden)}
+    shapes |= {"1.mixer.gate.e_score_correction_bias": (8,), "1.mixer.fc1_latent_proj.weight": (latent, hidden)}
+    shapes |= {"1.mixer.fc2_latent_proj.weight": (hidden, latent)}
+    for name, neurons, inputs in (
+        ("shared_experts", shared, hidden),
+        *((f"experts.{e}", width, latent) for e in range(8)),
+    ):
+        shapes |= {
+            f"1.mixer.{name}.up_proj.weight": (neurons, inputs),
+            f"1.mixer.{name}.down_proj.weight": (inputs, neurons),
+        }
+    return {
+        f"mtp.layers.{name}": torch.randn(shape, generator=random).to(
+            torch.float32 if "bias" in name else torch.bfloat16
+        )
+        for name, shape in shapes.items()
+    }
 
 
 def _body(name: str) -> str:
@@ -220,10 +265,17 @@ def _save(folder: Path, tensors: Tensors, shards: int) -> None:
         save_file(tensors, folder / "model.safetensors")
         return
     names = sorted(tensors)
-    where = {}
+    where: dict[str, str] = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         part = names[shard::shards]
         save_file({name: tensors[name] for name in part}, folder / file)
         where |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+if __name__ == "__main__":
+    chosen = sys.argv[2] if len(sys.argv) > 2 else "3-super"
+    if len(sys.argv) < 2 or chosen not in get_args(Style):
+        sys.exit(f"usage: python -m services.tools.small_checkpoint FOLDER [{' | '.join(get_args(Style))}]")
+    print(write(Path(sys.argv[1]), chosen))  # type: ignore[arg-type]

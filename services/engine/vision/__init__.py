@@ -1,0 +1,1 @@
+"""The vision side: what of a checkpoint belongs to it."""
