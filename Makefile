@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --no-input install --constraint .venv/constraints.txt $(PIP_FLAGS)
 
-.PHONY: up test lint types unit drill proto pins clean
+.PHONY: up test lint types unit drill proto settings pins clean
 
 up: .venv/up.stamp
 	@exec $(BIN)/thimble up $(ARGS)
@@ -28,6 +28,9 @@ drill: .venv/test.stamp
 
 proto: .venv/test.stamp
 	$(BIN)/python -m grpc_tools.protoc -I services/rpc=proto/thimble/v1 --python_out=. --pyi_out=. --grpc_python_out=. services/rpc/engine.proto
+
+settings: .venv/test.stamp
+	sed -i '/^# The engine: /,$$d' .env.example && $(BIN)/thimble settings >>.env.example
 
 # Exact versions of all that pyproject.toml's pins bring along, CUDA's libraries included. Run it with Debian 12's Python,
 # the oldest that we support: it needs a package more than later ones.
