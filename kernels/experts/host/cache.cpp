@@ -97,21 +97,25 @@ Cache::Found Cache::demand(Key key, Waiter* waiter, int tag, Lease* lease) {
 }
 
 void Cache::demands_made() {
+  bool hinted;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     demanding_ = false;
     for (Hint& hint : hints_) hint.not_before = Clock::time_point::min();
+    hinted = !hints_.empty();
   }
-  work_.notify_all();
+  if (hinted) work_.notify_all();  // readers that wake for nothing take a core from a worker in the middle of a step
 }
 
 void Cache::end_step() {
+  bool hinted;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     in_step_ = demanding_ = false;
     room_waiter_ = nullptr;
+    hinted = !hints_.empty();
   }
-  work_.notify_all();
+  if (hinted) work_.notify_all();
 }
 
 void Cache::release(const Lease& lease) {
