@@ -16,6 +16,7 @@ constexpr int ROWS = 4;  // rows in flight: as many streams of loads and indepen
 constexpr int AHEAD_BYTES = 4096;  // how far before its use a row of `up` is asked for
 constexpr int AHEAD_ROWS = 12;     // the same for alive rows of `down`
 constexpr int CHUNK = 2 * V::BYTES;  // codes in a vector
+constexpr int STRIP = 256;           // outputs of `down` whose sums stay in the nearest cache
 constexpr int PAIRS = GROUP / 2;
 
 // Twice the E2M1 values of a vector of packed codes, the even and the odd ones apart.
@@ -98,7 +99,14 @@ struct ChunkScales {
   Reg of[8];
 };
 
-inline ChunkScales decode_scales(const uint8_t* codes) {
+// `left` is how many there are: the last group's may end where the block ends.
+inline ChunkScales decode_scales(const uint8_t* codes, int left) {
+  uint8_t padded[CHUNK];
+  if (left < CHUNK) {
+    std::memset(padded, 0, sizeof padded);
+    std::memcpy(padded, codes, size_t(left));
+    codes = padded;
+  }
   ChunkScales scales;
   Reg halves[2];
   V::load_halves(codes, halves[0], halves[1]);
@@ -124,23 +132,43 @@ struct ChunkSums {
   Reg of[16];
 };
 
-// Adds one group's contribution for one token: the pairs' codes times its values, times the scales.
-inline void add_group(ChunkSums& sums, const Quarters* pairs, int count, const int16_t* values, int odd_one,
-                      const ChunkScales& scales) {
+// A pair of rows' values for one token, bytes interleaved as the rows' codes are: value = low + 256 * high.
+struct PairValues {
+  Reg low, high;
+};
+
+inline PairValues pair_values(int a, int b) {
+  return {V::set16(int16_t((a & 255) | (b & 255) << 8)), V::set16(int16_t(a >> 8 | (b >> 8) << 8))};
+}
+
+// One quarter's dot products with a group of up to 16 rows, as two vectors of int32.
+inline void quarter_dots(const Quarters* pairs, const PairValues* values, int count, int q, Reg& first, Reg& second) {
   const Reg weights = V::set32(1 | 256 << 16);
-  for (int q = 0; q < 4; q++) {
-    Reg first = V::zero(), second = V::zero();
-    for (int start = 0; start < count; start += 4) {  // four pairs of products fit int16: 8 * 255 * 12 < 2^15
-      Reg low = V::zero(), high = V::zero();
-      for (int p = start; p < count && p < start + 4; p++) {
-        const int a = values[2 * p], b = 2 * p + 1 < odd_one ? values[2 * p + 1] : 0;
-        low = V::add16(low, V::multiply_add8(V::set16(int16_t((a & 255) | (b & 255) << 8)), pairs[p].of[q]));
-        high = V::add16(high, V::multiply_add8(V::set16(int16_t(a >> 8 | (b >> 8) << 8)), pairs[p].of[q]));
-      }
+  Reg low = V::multiply_add8(values[0].low, pairs[0].of[q]), high = V::multiply_add8(values[0].high, pairs[0].of[q]);
+  if (count == 1) {  // most groups: one or two neurons live
+    first = V::multiply_add16(V::unpack_low16(low, high), weights);
+    second = V::multiply_add16(V::unpack_high16(low, high), weights);
+    return;
+  }
+  first = second = V::zero();
+  for (int p = 1;; p++) {
+    if (p == count || p % 4 == 0) {  // the products of four pairs fit int16: 8 * 255 * 12 < 2^15
       first = V::add32(first, V::multiply_add16(V::unpack_low16(low, high), weights));
       second = V::add32(second, V::multiply_add16(V::unpack_high16(low, high), weights));
+      if (p == count) return;
+      low = high = V::zero();
     }
-    const Reg dots[2] = {first, second};
+    low = V::add16(low, V::multiply_add8(values[p].low, pairs[p].of[q]));
+    high = V::add16(high, V::multiply_add8(values[p].high, pairs[p].of[q]));
+  }
+}
+
+// Adds a group's contribution for one token to a chunk: its dot products times the scales.
+inline void add_group(ChunkSums& sums, const Quarters* pairs, const PairValues* values, int count,
+                      const ChunkScales& scales) {
+  for (int q = 0; q < 4; q++) {
+    Reg dots[2];
+    quarter_dots(pairs, values, count, q, dots[0], dots[1]);
     for (int half = 0; half < 2; half++) {
       const Reg scale = scales.of[2 * q + half];
       Reg* sum = sums.of + 4 * q + 2 * half;
@@ -164,53 +192,67 @@ inline void store_chunk(const ChunkSums& sums, int64_t* out, int limit) {
   }
 }
 
+// Asks for a strip's part of alive row `at`, and of its group's scales if the row is the first of its group.
+inline void ask_for(const Shape& shape, const uint8_t* block, const Alive& alive, int at, int first, int columns) {
+  const uint8_t* row = block + shape.down_values + alive.rows[at] * shape.row_bytes() + first / 2;
+  for (int byte = 0; byte < columns / 2; byte += 64) V::prefetch(row + byte);
+  const int group = alive.rows[at] / GROUP;
+  if (at && alive.rows[at - 1] / GROUP == group) return;
+  const uint8_t* scales = block + shape.down_scales + int64_t(group) * shape.latent + first;
+  for (int byte = 0; byte < columns; byte += 64) V::prefetch(scales + byte);
+}
+
+// Outputs first <= j < end, at most STRIP of them. Groups outside, chunks inside: what a group needs is prepared once.
 template <int TOKENS>
-void down_chunk(const Shape& shape, const uint8_t* block, const Alive& alive, int first, int end, int tile_bytes,
-                int64_t* sums, int stride) {
+void down_strip(const Shape& shape, const uint8_t* block, const Alive& alive, int first, int end, int64_t* sums,
+                int stride) {
   const int64_t row_bytes = shape.row_bytes();
   const uint8_t* rows = block + shape.down_values + first / 2;
-  ChunkSums total[TOKENS];
+  const int chunks = (end - first + CHUNK - 1) / CHUNK;
+  ChunkSums total[TOKENS][STRIP / CHUNK];
   for (auto& token : total)
-    for (auto& sum : token.of) sum = V::zero();
-  for (int at = 0; at < alive.count;) {
+    for (int c = 0; c < chunks; c++)
+      for (auto& sum : token[c].of) sum = V::zero();
+  for (int at = 0; at < AHEAD_ROWS && at < alive.count; at++) ask_for(shape, block, alive, at, first, end - first);
+  for (int at = 0, next; at < alive.count; at = next) {
     const int group = alive.rows[at] / GROUP;
-    int next = at + 1;
-    while (next < alive.count && alive.rows[next] / GROUP == group) next++;
-    if (tile_bytes)  // the first chunk of a tile asks for the whole tile's part of the rows to come
-      for (int i = at + AHEAD_ROWS; i < next + AHEAD_ROWS && i < alive.count; i++)
-        for (int byte = 0; byte < tile_bytes; byte += 64) V::prefetch(rows + alive.rows[i] * row_bytes + byte);
-    if (tile_bytes && next + AHEAD_ROWS < alive.count)
-      for (int byte = 0; byte < 2 * tile_bytes; byte += 64)
-        V::prefetch(block + shape.down_scales + int64_t(alive.rows[next + AHEAD_ROWS] / GROUP) * shape.latent + first + byte);
-    Quarters pairs[PAIRS];
+    for (next = at; next < alive.count && alive.rows[next] / GROUP == group; next++)
+      if (next + AHEAD_ROWS < alive.count) ask_for(shape, block, alive, next + AHEAD_ROWS, first, end - first);
     const int count = (next - at + 1) / 2;
-    for (int p = 0; p < count; p++) {
-      const uint8_t* a = rows + alive.rows[at + 2 * p] * row_bytes;
-      const uint8_t* b = at + 2 * p + 1 < next ? rows + alive.rows[at + 2 * p + 1] * row_bytes : a;
-      pairs[p] = decode_pair(a, b);
+    PairValues values[TOKENS][PAIRS];
+    bool any[TOKENS];
+    for (int t = 0; t < TOKENS; t++) {
+      const int16_t* of_token = alive.values[t];
+      int all = 0;
+      for (int p = 0; p < count; p++) {
+        const int a = of_token[at + 2 * p], b = at + 2 * p + 1 < next ? of_token[at + 2 * p + 1] : 0;
+        values[t][p] = pair_values(a, b);
+        all |= a | b;
+      }
+      any[t] = all != 0;
     }
     const uint8_t* codes = block + shape.down_scales + int64_t(group) * shape.latent + first;
-    uint8_t padded[CHUNK];
-    if (first + CHUNK > shape.latent) {  // the last group's scales may end where the block ends
-      std::memset(padded, 0, sizeof padded);
-      std::memcpy(padded, codes, size_t(shape.latent - first));
-      codes = padded;
+    for (int c = 0; c < chunks; c++) {
+      Quarters pairs[PAIRS];
+      for (int p = 0; p < count; p++) {
+        const uint8_t* a = rows + alive.rows[at + 2 * p] * row_bytes + c * V::BYTES;
+        const uint8_t* b = at + 2 * p + 1 < next ? rows + alive.rows[at + 2 * p + 1] * row_bytes + c * V::BYTES : a;
+        pairs[p] = decode_pair(a, b);
+      }
+      const ChunkScales scales = decode_scales(codes + c * CHUNK, shape.latent - first - c * CHUNK);
+      for (int t = 0; t < TOKENS; t++)
+        if (any[t]) add_group(total[t][c], pairs, values[t], count, scales);
     }
-    const ChunkScales scales = decode_scales(codes);
-    for (int t = 0; t < TOKENS; t++) {
-      int any = TOKENS == 1;
-      for (int i = at; i < next && !any; i++) any = alive.values[t][i];
-      if (any) add_group(total[t], pairs, count, alive.values[t] + at, next - at, scales);
-    }
-    at = next;
   }
-  for (int t = 0; t < TOKENS; t++) store_chunk(total[t], sums + int64_t(t) * stride, end - first);
+  for (int t = 0; t < TOKENS; t++)
+    for (int c = 0; c < chunks; c++)
+      store_chunk(total[t][c], sums + int64_t(t) * stride + c * CHUNK, end - first - c * CHUNK);
 }
 
 template <int TOKENS>
 void down_tile(const Shape& shape, const uint8_t* block, const Alive& alive, int begin, int end, int64_t* sums) {
-  for (int first = begin; first < end; first += CHUNK)
-    down_chunk<TOKENS>(shape, block, alive, first, end, first == begin ? (end - begin) / 2 : 0, sums + first - begin,
+  for (int first = begin; first < end; first += STRIP)
+    down_strip<TOKENS>(shape, block, alive, first, first + STRIP < end ? first + STRIP : end, sums + first - begin,
                        end - begin);
 }
 
