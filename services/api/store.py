@@ -25,7 +25,8 @@ from services.api.records import Head, Record, head_from_field, record_from_fiel
 log = logging.getLogger(__name__)
 
 WINDOW_CHUNKS = 4  # in memory at a time on the way to or from the store, about 1 MiB each
-TRANSFER_TIMEOUT = 8  # times the timeout of a look-up: chunks are big, and other clients' chunks are too
+READ_TIMEOUT = 8  # times the timeout of a look-up: chunks are big, and other clients' chunks are too
+WRITE_TIMEOUT_S = 15.0  # nobody waits for it
 KNOCK_S = 1.0
 TROUBLES = (RedisError, OSError, asyncio.TimeoutError)
 
@@ -46,7 +47,8 @@ class Store:
     """One for the process. All methods but `write` return quickly and never raise for the store's troubles."""
 
     def __init__(self, url: str, timeout_s: float, ttl_s: int) -> None:
-        self._timeout_s = timeout_s
+        self._lookup_s = timeout_s
+        self._read_s = timeout_s * READ_TIMEOUT
 
         def client(timeout: float) -> "redis.Redis":
             return redis.Redis.from_url(
@@ -60,7 +62,7 @@ class Store:
 
         self._ttl_s = ttl_s
         self._lookups = client(timeout_s)
-        self._transfers = client(timeout_s * TRANSFER_TIMEOUT)  # a connection of their own: nothing waits behind them
+        self._transfers = client(WRITE_TIMEOUT_S)  # a connection of their own: nothing waits behind them
         self._knocking: asyncio.Task[None] | None = None
 
     @property
@@ -100,7 +102,7 @@ class Store:
         name = payload_name(head.state_id)
         for first in range(0, head.chunks, WINDOW_CHUNKS):
             window = range(first, min(first + WINDOW_CHUNKS, head.chunks))
-            answers = await self._ask([("HGET", name, str(index)) for index in window], self._transfers)
+            answers = await self._ask([("HGET", name, str(i)) for i in window], self._transfers, self._read_s)
             for answer in answers:
                 if not isinstance(answer, bytes):
                     return
@@ -150,24 +152,27 @@ class Store:
         await self._transfers.aclose()
 
     async def _ask(
-        self, commands: Sequence[tuple[str | bytes | int, ...]], client: "redis.Redis | None" = None
+        self,
+        commands: Sequence[tuple[str | bytes | int, ...]],
+        client: "redis.Redis | None" = None,
+        within_s: float = 0,
     ) -> list[object]:
         """The answers; a command that failed by itself gives an exception as its answer; no answers while away."""
         if not self.available or not commands:
             return []
         # The client's own timeouts hold for each answer; this one for all of them.
-        within_s = self._timeout_s * (TRANSFER_TIMEOUT if client else 1)
         try:
-            async with asyncio.timeout(within_s), (client or self._lookups).pipeline(transaction=False) as pipe:
-                for command in commands:
-                    pipe.execute_command(*command)
-                return list(await pipe.execute(raise_on_error=False))
+            async with asyncio.timeout(within_s or self._lookup_s):
+                async with (client or self._lookups).pipeline(transaction=False) as pipe:
+                    for command in commands:
+                        pipe.execute_command(*command)
+                    return list(await pipe.execute(raise_on_error=False))
         except TROUBLES as error:
             self._leave_alone(error)
             return []
 
     async def _tell(self, commands: Sequence[tuple[str | bytes | int, ...]]) -> None:
-        answers = await self._ask(commands, self._transfers)
+        answers = await self._ask(commands, self._transfers, WRITE_TIMEOUT_S)
         if not answers:
             raise StoreRefused("the store is away")
         for answer in answers:

@@ -188,7 +188,7 @@ class ScriptedEngine(rpc.EngineServicer):
                 return
             if ref.size_bytes:
                 yield pb.GenerateOut(restore=pb.Restore(source=pb.Restore.SEND, state=ref))
-                data = b""
+                data = bytearray()
                 while len(data) < ref.size_bytes and (message := inbox.get(timeout=10)) is not None:
                     data += message.chunk.data
                 call.received_bytes = len(data)

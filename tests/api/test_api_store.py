@@ -126,7 +126,7 @@ def test_a_store_that_gets_slow_while_it_is_read(
     start_api: Callable[..., RunningApi], proxy: SlowProxy, cold: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It offers what it cannot send: the engine is told, and reads the prompt from its first token."""
-    monkeypatch.setattr("services.api.store.TRANSFER_TIMEOUT", 1)
+    monkeypatch.setattr("services.api.store.READ_TIMEOUT", 1)
     api = start_api(redis_url=f"redis://127.0.0.1:{proxy.port}", redis_timeout_ms=300)
     reply, _ = chat(api, *DIALOG)
     real = api.app.state.chats.snapshots.payload
