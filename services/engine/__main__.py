@@ -71,9 +71,12 @@ async def run(config: EngineConfig) -> int:
                 f"ready: gRPC on {config.host}:{server.port}, "
                 f"metrics on http://{config.metrics_host}:{metrics_server.port}/metrics"
             )
-            failed = not await _stopped_before(asyncio.wrap_future(engine.ended), stop)
+            ended = asyncio.wrap_future(engine.ended)
+            if not await _stopped_before(ended, stop):
+                say(f"the engine has failed: {ended.exception()!r}")  # nothing else ends one that nobody has closed
+                return 1
             say("stopping")
-            return int(failed)
+            return 0
         finally:
             await server.stop(config.stop_timeout_s)
     finally:

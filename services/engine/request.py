@@ -66,10 +66,6 @@ class Request:
         """Raise the RequestError that names the first thing wrong with this request."""
         if not self.ids:
             raise IdsError("ids is empty: a prompt has at least one token")
-        for name, ids in (("ids", self.ids), ("stop_ids", self.stop_ids)):
-            outside = next((i for i in ids if not 0 <= i < info.vocab_size), None)
-            if outside is not None:
-                raise IdsError(f"{name} has {outside}, but the vocabulary is 0 to {info.vocab_size - 1}")
         if self.max_tokens < 1:
             raise SamplingError(f"max_tokens is {self.max_tokens}: ask for at least one token")
         if len(self.ids) + self.max_tokens > info.context_tokens:
@@ -77,6 +73,10 @@ class Request:
                 f"a prompt of {len(self.ids)} tokens and an answer of up to {self.max_tokens} do not fit the context "
                 f"of {info.context_tokens}: shorten the prompt or lower max_tokens"
             )
+        for name, ids in (("ids", self.ids), ("stop_ids", self.stop_ids)):
+            for outside in (min(ids, default=0), max(ids, default=0)):
+                if not 0 <= outside < info.vocab_size:
+                    raise IdsError(f"{name} has {outside}, but the vocabulary is 0 to {info.vocab_size - 1}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise SamplingError(f"temperature is {self.temperature}: give 0 (greedy) or a positive finite number")
         if not 0 < self.top_p <= 1:

@@ -73,7 +73,7 @@ class Scheduler:
         try:
             yield
         except Exception as error:
-            log.exception("%d requests failed", len(sequences))
+            log.exception("failed: requests %s", [sequence.request.request_id[:64] for sequence in sequences])
             for sequence in sequences:
                 self.drop(sequence, _as_engine_error(error))
 
@@ -109,7 +109,7 @@ class Scheduler:
         try:
             sequence.sink(Failed(error))
         except Exception:
-            log.exception("the sink of request %r failed", sequence.request.request_id)
+            log.exception("the sink of request %r failed", sequence.request.request_id[:64])
 
     def publish(self) -> None:
         """Set the gauges."""

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,9 @@ class EngineProcess:
         return str(value)
 
 
-def start_engine(store: Path, log: Path, **settings: str) -> EngineProcess:
+def start_engine(
+    store: Path, log: Path, python: Sequence[str] = ("-m", "services.engine"), **settings: str
+) -> EngineProcess:
     """Until it says ready. Ports are free ones."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith("THIMBLE_")}
     environ |= {f"THIMBLE_ENGINE_{key.upper()}": value for key, value in settings.items()}
@@ -36,7 +39,7 @@ def start_engine(store: Path, log: Path, **settings: str) -> EngineProcess:
         environ.setdefault(f"THIMBLE_ENGINE_{port}", "0")
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "services.engine"], env=environ, stdout=subprocess.PIPE, stderr=errors, text=True
+            [sys.executable, *python], env=environ, stdout=subprocess.PIPE, stderr=errors, text=True
         )
     assert process.stdout is not None
     engine = EngineProcess(process, [])

@@ -160,3 +160,25 @@ def test_a_stop_signal_does_not_wait_for_the_model_to_load(demo_store: Store, tm
         assert process.returncode == 0
         assert "Traceback" not in errors
         assert "ready:" not in output
+
+
+SABOTAGE = """
+import sys
+from services.engine.pages import PagePool
+def broken(self, held):
+    raise AssertionError("a page is nobody's")
+PagePool.check = broken
+from services.engine.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_an_engine_that_fails_ends_its_process_so_that_it_is_started_anew(demo_store: Store, tmp_path: Path) -> None:
+    """Its conservation check is made to fail after the first answer, which is still delivered."""
+    engine = start_engine(demo_store.folder, tmp_path / "log", ["-c", SABOTAGE], hot_states_gb="0.1")
+    with engine.process as process, grpc.insecure_channel(engine.address) as channel:
+        start = pb.GenerateIn(start=pb.Start(ids=[1] * 20, max_tokens=2))
+        messages = list(EngineStub(channel).Generate(iter([start]), timeout=60))
+        assert messages[-1].finish.generated_tokens == 2
+        assert process.wait(timeout=30) == 1
+    assert "a page is nobody's" in (tmp_path / "log").read_text()

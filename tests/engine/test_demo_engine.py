@@ -1,12 +1,15 @@
 """The engine on the real demo model: neither cache, nor chunks, nor batch mates, nor snapshots change an answer."""
 
+import os
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from demo_engine import Demo, demo
 from toy_engine import Call, soon
 
-from services.engine.errors import CancelledError
+from services.engine.errors import CancelledError, StepError
 from services.engine.experts.store import Store
 from services.engine.request import Progress, Restore, Snapshot, Source, Token
 
@@ -105,6 +108,33 @@ def test_cancel_frees_everything(scarce: Demo, kind: type) -> None:
     assert isinstance(call.fail().error, CancelledError)
     assert scarce.answer(scarce.prompt(QUESTIONS[0])), "the next one is served"
     assert soon(lambda: scarce.value("kv_pages", state="used") == 0)
+
+
+def test_a_disk_that_fails_costs_the_requests_it_hits_and_nothing_after(
+    ample: Demo, demo_store: Store, tmp_path: Path
+) -> None:
+    """Every block on the disk is damaged while the engine runs, then whole again."""
+    shutil.copytree(demo_store.folder, tmp_path / "store")
+    store = Store.open(tmp_path / "store")
+    ids = ample.prompt(QUESTIONS[0])
+    whole = store.experts_path.read_bytes()
+    with demo(store, expert_slots=12) as engine:
+        assert engine.answer(ids) == ample.answer(ids)
+        overwrite(store.experts_path, bytes(byte ^ 1 for byte in whole))
+        error = engine.ask(ample.prompt(QUESTIONS[1])).fail().error
+        assert isinstance(error, StepError)
+        assert "expert" in str(error)
+        overwrite(store.experts_path, whole)
+        assert engine.answer(ids) == ample.answer(ids)
+        assert engine.value("request_failures_total", code="step_failed") == 1
+
+
+def overwrite(path: Path, data: bytes) -> None:
+    """In place: the engine has the file open."""
+    with path.open("r+b") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def test_metrics_agree_with_what_was_done(demo_store: Store) -> None:

@@ -283,6 +283,15 @@ def test_a_client_that_cancels_frees_its_sequence(t: Toy, channel: grpc.Channel,
     assert len(t.model.calls) < 100
 
 
+def test_a_deadline_that_passes_frees_the_sequence(t: Toy, channel: grpc.Channel) -> None:
+    t.model.before = lambda segments: time.sleep(0.01)
+    call = EngineStub(channel).Generate(iter([pb.GenerateIn(start=start(*PROMPT, max_tokens=900))]), timeout=0.3)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert soon(lambda: t.pool.free == t.pool.total)
+
+
 VANISH = """
 import sys, grpc, os
 from services.rpc import engine_pb2 as pb
