@@ -1,12 +1,12 @@
 """The arithmetic fingerprint: equal fingerprints, equal bits for the same ids. Part of a snapshot's name and payload.
 
-Whatever may change a bit of a state or a logit is in it: the weights, the source of every kernel and of the model, the
-variant of each kernel that was chosen at start, and the libraries and the machine those variants lean on.
+Whatever may change a bit of a state or a logit is in it: the weights, the path through the kernels that was chosen at
+start, the source of every kernel and of the model, and torch. The processor is not: on the CPU path every kernel is
+proven equal to its reference on every instruction set, so a dialog may go on on another machine.
 """
 
 import functools
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -17,15 +17,9 @@ import services.engine.model
 SUFFIXES = (".py", ".cpp", ".h")
 
 
-def arithmetic_fingerprint(model_fingerprint: str, variants: Mapping[str, str]) -> str:
-    """Hex, 64 letters. `variants` names what was chosen for each kernel, such as {"linear": "avx2"}."""
-    parts = {
-        "model": model_fingerprint,
-        "sources": _sources(),
-        "torch": torch.__version__,
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        **{f"kernel {name}": variant for name, variant in variants.items()},
-    }
+def arithmetic_fingerprint(model_fingerprint: str, path: str) -> str:
+    """Hex, 64 letters. `path` names the kernels and their configurations, "cpu" for the reference arithmetic."""
+    parts = {"model": model_fingerprint, "path": path, "sources": _sources(), "torch": torch.__version__}
     text = "\n".join(f"{name}={value}" for name, value in sorted(parts.items()))
     return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
 

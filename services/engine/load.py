@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from prometheus_client import CollectorRegistry
 
 from services.engine.config import EngineConfig
@@ -44,7 +45,7 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
     info = Info(
         model=config.model_name or served_name(store),
         model_fingerprint=store.fingerprint,
-        arithmetic_fingerprint=arithmetic_fingerprint(store.fingerprint, {}),
+        arithmetic_fingerprint=arithmetic_fingerprint(store.fingerprint, path="cpu"),
         vocab_size=store.config.vocab_size,
         context_tokens=plan.context_tokens,
         max_sequences=config.max_sequences,
@@ -58,6 +59,8 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
     )
     try:
         model = Model(store.dense(), store.config, experts)
+        # What torch still computes is small, and its waiting threads would spin on the cores of the worker pool.
+        torch.set_num_threads(1)
         payloads = PayloadFormat(store.config, info.model_fingerprint, info.arithmetic_fingerprint)
         hot = HotStates(payloads, info.arithmetic_fingerprint, plan.hot_bytes)
         metrics = Metrics(info, experts, registry)
