@@ -4,11 +4,12 @@ The arithmetic is `kernels/experts/reference.py`, bit for bit: all sums are of i
 may cut them anywhere. Weights are read through addresses in `table`: device memory for blocks that the copy engine
 brought, page-locked host memory for those read in place (unified addressing makes the two alike).
 
-One layer is four launches, all with fixed grids so that a CUDA graph can hold them; items beyond `count` do nothing:
+One layer is five launches, all with fixed grids so that a CUDA graph can hold them; items beyond `count` do nothing:
 
     up       item, tile of neurons   -> h float32
     alive    item                    -> hq int16, the touched 16-neuron groups, the factor of the second product
     down     item, split of groups   -> partial int64 sums
+    finish   item, tile of outputs   -> y float32
     combine  token, tile of outputs  -> out float32, added in router-rank order over GPU and CPU results
 
 An *item* is one expert that this GPU computes, for all tokens of the batch at once (a token that did not choose the
@@ -229,37 +230,54 @@ def down_kernel(
 
 
 @triton.jit
+def finish_kernel(
+    first,
+    count,
+    partial,
+    y_factor,
+    y,
+    LATENT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """y float32 [items, TOKENS, LATENT] = float32(sum of the splits) * factor, outputs in order."""
+    item = first + tl.program_id(1)
+    if item < tl.load(count):
+        half: tl.constexpr = LATENT // 2
+        column = tl.program_id(0) * TILE + tl.arange(0, TILE)  # as `partial` has them: even outputs first
+        output = tl.where(column < half, column * 2, (column - half) * 2 + 1)
+        splits = tl.arange(0, SPLITS)[:, None] * LATENT + column[None, :]
+        for token in tl.static_range(TOKENS):
+            row = item * TOKENS + token
+            sums = tl.sum(tl.load(partial + row * SPLITS * LATENT + splits), axis=0)
+            tl.store(y + row * LATENT + output, sums.to(tl.float32) * tl.load(y_factor + row))
+
+
+@triton.jit
 def combine_kernel(
     source,
     weights,
-    partial,
-    y_factor,
+    y,
     host_y,
     out,
     LATENT: tl.constexpr,
     TOKENS: tl.constexpr,
     TOP_K: tl.constexpr,
-    SPLITS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """out[token] = sum over ranks, in rank order, of weight * y, in float64 whose products are exact; one rounding.
 
-    source int32 [TOKENS, TOP_K]: item number of a result computed here, or -1 - n for row n of host_y.
+    source int32 [TOKENS, TOP_K]: item number of a result computed here, or -1 - n for row n of host_y. Unrolled and
+    without branches, so that all reads of host memory are under way at once: each takes a microsecond or two.
     """
     token = tl.program_id(1)
-    half: tl.constexpr = LATENT // 2
-    column = tl.program_id(0) * TILE + tl.arange(0, TILE)  # a column is stored even outputs first
-    output = tl.where(column < half, column * 2, (column - half) * 2 + 1)
+    output = tl.program_id(0) * TILE + tl.arange(0, TILE)
     total = tl.zeros([TILE], tl.float64)
-    # Unrolled and without branches, so that all reads of host memory are under way at once: each takes a microsecond.
     for rank in tl.static_range(TOP_K):
         item = tl.load(source + token * TOP_K + rank)
         weight = tl.load(weights + token * TOP_K + rank).to(tl.float64)
-        theirs = tl.load(host_y + (-1 - item) * LATENT + output, mask=(item < 0) & (column < LATENT))
-        mine = partial + (item * TOKENS + token) * SPLITS * LATENT
-        place = tl.arange(0, SPLITS)[:, None] * LATENT + column[None, :]
-        sums = tl.sum(tl.load(mine + place, mask=(item >= 0) & (column < LATENT)[None, :], other=0), axis=0)
-        factor = tl.load(y_factor + item * TOKENS + token, mask=item >= 0, other=0.0)
-        y = tl.where(item < 0, theirs, sums.to(tl.float32) * factor)
-        total += weight * y.to(tl.float64)
+        theirs = tl.load(host_y + (-1 - item) * LATENT + output, mask=(output < LATENT) & (item < 0), other=0.0)
+        mine = tl.load(y + (item * TOKENS + token) * LATENT + output, mask=(output < LATENT) & (item >= 0), other=0.0)
+        total += weight * tl.where(item < 0, theirs, mine).to(tl.float64)
     tl.store(out + token * LATENT + output, total.to(tl.float32))

@@ -85,6 +85,7 @@ class ExpertStep:
         self.touched = new(self.items, width // GROUP, dtype=torch.int32)
         self.touched_count = new(self.items, dtype=torch.int32)
         self.y_factor = new(self.items, self.tokens, dtype=torch.float32)
+        self.y = new(self.items, self.tokens, latent, dtype=torch.float32)
         self.partial = new(self.items, self.tokens, DOWN_SPLITS, latent, dtype=torch.int64)
 
     def launch(self, whole_groups: bool = False) -> None:
@@ -98,6 +99,7 @@ class ExpertStep:
         self.launch_up(first, items)
         self.launch_alive(first, items)
         self.launch_down(first, items, whole_groups)
+        self.launch_finish(first, items)
 
     def launch_quantise(self) -> None:
         decode.quantise_kernel[(self.tokens,)](self.x, self.xq, self.x_factor, LATENT=self.layout.latent)
@@ -154,19 +156,32 @@ class ExpertStep:
             num_warps=warps,
         )
 
+    def launch_finish(self, first: int, items: int) -> None:
+        tile = min(COMBINE_TILE, self.layout.latent)  # both powers of two
+        decode.finish_kernel[(self.layout.latent // tile, items)](
+            first,
+            self.count,
+            self.partial,
+            self.y_factor,
+            self.y,
+            LATENT=self.layout.latent,
+            TOKENS=self.tokens,
+            SPLITS=DOWN_SPLITS,
+            TILE=tile,
+            num_warps=2,
+        )
+
     def launch_combine(self) -> None:
         tile = min(COMBINE_TILE, self.layout.latent)  # both powers of two
         decode.combine_kernel[(self.layout.latent // tile, self.tokens)](
             self.source,
             self.weights,
-            self.partial,
-            self.y_factor,
+            self.y,
             self.host_y,
             self.out,
             LATENT=self.layout.latent,
             TOKENS=self.tokens,
             TOP_K=self.top_k,
-            SPLITS=DOWN_SPLITS,
             TILE=tile,
             num_warps=2,
         )

@@ -56,8 +56,14 @@ KERNELS = [
     ],
     (
         decode.combine_kernel,
-        "source:*i32 weights:*fp32 partial:*i64 y_factor:*fp32 host_y:*fp32 out:*fp32",
-        {"LATENT": 1024, "TOKENS": 4, "TOP_K": 22, "SPLITS": decode_step.DOWN_SPLITS, "TILE": decode_step.COMBINE_TILE},
+        "source:*i32 weights:*fp32 y:*fp32 host_y:*fp32 out:*fp32",
+        {"LATENT": 1024, "TOKENS": 4, "TOP_K": 22, "TILE": decode_step.COMBINE_TILE},
+        2,
+    ),
+    (
+        decode.finish_kernel,
+        "first:i32 count:*i32 partial:*i64 y_factor:*fp32 y:*fp32",
+        {"LATENT": 1024, "TOKENS": 4, "SPLITS": decode_step.DOWN_SPLITS, "TILE": decode_step.COMBINE_TILE},
         2,
     ),
     (

@@ -47,7 +47,7 @@ class Layer:
         """The experts in `here` by the kernels, the others through host_y; all intermediate memory poisoned."""
         tokens = self.x.shape[0]
         step = ExpertStep(self.layout, EXPERTS, tokens, TOP_K, DEVICE)
-        for buffer in (step.h, step.host_y, step.x_factor, step.y_factor, step.out):
+        for buffer in (step.h, step.y, step.host_y, step.x_factor, step.y_factor, step.out):
             buffer.fill_(float("nan"))
         for integers in (step.hq, step.partial, step.xq, step.touched, step.touched_count):
             integers.fill_(31111)

@@ -139,7 +139,7 @@ void Turns::adapt(int64_t host_ns) {
     const double host_expert = 1.0 / left_, gpu_expert = taken_ ? (1.0 - std::min(1.0, waited)) / taken_ : host_expert;
     share_ += 0.25 * std::min(2.0, waited / (host_expert + gpu_expert));
   } else {
-    share_ -= 0.1;
+    share_ -= 0.05;
   }
   share_ = std::min(double(shape_.items), std::max(0.0, share_));
 }
