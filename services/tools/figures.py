@@ -5,6 +5,7 @@ The columns are `date,commit,machine,name,value,unit,note`; the machine is the f
 
 import csv
 import datetime
+import os
 import subprocess
 from pathlib import Path
 
@@ -25,11 +26,16 @@ def append(path: Path, name: str, value: float, unit: str, note: str) -> None:
 
 
 def commit() -> str:
-    """The short id of the checked out commit, with a plus sign if tracked files differ; "unknown" without git."""
+    """The short id of the checked out commit, with a plus sign if tracked files differ. Without git, on a machine that
+    has a copy of the tree alone, what THIMBLE_COMMIT says; else "unknown"."""
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=_ROOT, capture_output=True, text=True
         )
     except FileNotFoundError:
-        return "unknown"
-    return described.stdout.strip() or "unknown"
+        return told()
+    return described.stdout.strip() or told()
+
+
+def told() -> str:
+    return os.environ.get("THIMBLE_COMMIT", "unknown")
