@@ -1,7 +1,11 @@
 """The small kernels in C++ against their references: equal in every bit, for odd shapes, odd memory and odd values."""
 
+import ctypes
 import itertools
 import math
+import subprocess
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +20,9 @@ import kernels.norm.cpu
 import kernels.norm.reference
 import kernels.router.cpu
 import kernels.router.reference
+from kernels import build
 from kernels.elementary import binding
+from kernels.workers.pool import available_isas
 
 ODD = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 3e38, -3e38, math.inf, -math.inf, math.nan, 88.8, -104.0, 1e-20])
 
@@ -110,6 +116,32 @@ def test_attention(sizes: tuple[int, int, int], rows: int, first: int) -> None:
         expected = kernels.attention.reference.attend(query, key, value, first)
         assert torch.equal(bits(kernels.attention.cpu.attend(query, key, value, first)), bits(expected))
         changed[-1] = 1e18  # then scores that overflow
+
+
+@pytest.mark.parametrize("flags", [("-O1",), ("-mavx2",)], ids=["plain", "avx2"])
+def test_other_instruction_sets(flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library takes the best that this processor has; the others must give the same bits."""
+    if flags == ("-mavx2",) and "avx2" not in available_isas():
+        pytest.skip("this processor has no AVX2")
+    target = tmp_path / "small.so"
+    sources = [build.ROOT / f"kernels/{name}/{name}.cpp" for name in ("norm", "router", "mamba", "attention")]
+    command = [build.compiler()[0], *build.FLAGS, *flags, "-DTHIMBLE_CLONES=", "-shared", *sources, "-o", target]
+    subprocess.run(command, check=True)
+    library = ctypes.CDLL(str(target))
+
+    def bind(name: str, *arguments: type) -> Any:
+        function = library[name]
+        function.argtypes, function.restype = arguments, None
+        return function
+
+    for module in (kernels.norm.cpu, kernels.router.cpu, kernels.mamba.cpu, kernels.attention.cpu):
+        monkeypatch.setattr(module, "bind", bind)
+    test_rms_norm((5, 4096), odd)
+    test_gated_norm(512, 256, odd)
+    test_choice(64, 64, True)
+    test_convolution(33, 768, 4, odd)
+    test_scan((8, 64, 2, 64), 19, odd)
+    test_attention((8, 2, 32), 13, 50)
 
 
 def test_rows_do_not_see_each_other_in_cpp_either() -> None:
