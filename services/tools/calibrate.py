@@ -1,6 +1,6 @@
 """The largest absolute inputs that a model's linears see on given texts: what static activation scales are made of.
 
-Owns the watching; the model is transformers' (transformers_model.py). Names are canonical, without `.weight`.
+Owns the watching; the model is transformers' (oracle.py). Names are canonical, without `.weight`.
 """
 
 from collections.abc import Iterable

@@ -2,7 +2,7 @@
 
 Reads the files, unpacks FP4 and FP8 and maps the names with code of its own, from the formats' descriptions, so that a
 mistake in the engine's loader or kernels cannot hide in both. It imports nothing of the engine or of kernels/, and must
-not. Everything is in memory at once: for models that fit.
+not. `load` has everything in memory at once; for models that do not fit see oracle_layers.py.
 
     E4M3   sign, 4 exponent bits (bias 7), 3 mantissa bits; no infinity
     NVFP4  two E2M1 codes a byte, the even column in the low four bits; x E4M3 scale of 16 columns x weight_scale_2
@@ -27,6 +27,9 @@ TRANSFORMERS = "5.24.0"
 NOT_OF_THE_MODEL = ("quantization_config", "architectures", "torch_dtype", "dtype", "transformers_version")
 
 
+OTHER_PARTS = re.compile(r"(language_model\.)?(mtp\.|vision_|mlp1\.|sound_)")
+
+
 class OracleError(Exception):
     """The reference cannot be had: transformers is missing, or the checkpoint is not one it can run."""
 
@@ -35,27 +38,40 @@ class OracleError(Exception):
 
 def load(checkpoint: Path) -> Any:
     """A transformers NemotronHForCausalLM in float32, ready to be called. Raises OracleError."""
-    if importlib.util.find_spec("transformers") is None:
-        raise OracleError(f"verify needs transformers: pip install transformers=={TRANSFORMERS}")
-    from transformers import NemotronHConfig, NemotronHForCausalLM
-
     try:
-        raw = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-        raw = raw.get("llm_config") or raw.get("text_config") or raw
+        model = build(config(checkpoint))
         weights = dequantise(read(checkpoint))
     except (OSError, KeyError, ValueError) as error:
         raise OracleError(f"{checkpoint}: the reference cannot read it: {error!r}") from error
-    with torch.device("meta"):
-        model = NemotronHForCausalLM(NemotronHConfig(**{k: v for k, v in raw.items() if k not in NOT_OF_THE_MODEL}))
     try:
         model.load_state_dict(their_names(weights), strict=True, assign=True)
     except RuntimeError as error:
         raise OracleError(f"{checkpoint}: does not fit transformers' model: {error}") from error
+    return model
+
+
+def config(checkpoint: Path) -> Any:
+    """transformers' NemotronHConfig. Raises OracleError without the package, OSError and ValueError."""
+    if importlib.util.find_spec("transformers") is None:
+        raise OracleError(f"this command needs transformers: pip install transformers=={TRANSFORMERS}")
+    from transformers import NemotronHConfig
+
+    raw = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    raw = raw.get("llm_config") or raw.get("text_config") or raw
+    return NemotronHConfig(**{key: value for key, value in raw.items() if key not in NOT_OF_THE_MODEL})
+
+
+def build(config: Any) -> Any:
+    """The model in evaluation mode, without weights: every one of them is still to be assigned."""
+    from transformers import NemotronHForCausalLM
+
+    with torch.device("meta"):
+        model = NemotronHForCausalLM(config)
     for layer in model.model.layers:
         # transformers clamps the time step when it reads a prompt but not when it decodes; the model has no clamp.
         if hasattr(layer.mixer, "time_step_limit"):
             layer.mixer.time_step_limit = (0.0, float("inf"))
-    model.eval()  # type: ignore[no-untyped-call]
+    model.requires_grad_(False).eval()  # type: ignore[no-untyped-call]
     return model
 
 
@@ -71,16 +87,19 @@ def tokenizer(checkpoint: Path) -> Callable[[str], list[int]]:
 
 
 def read(checkpoint: Path) -> dict[str, tuple[str, Array]]:
-    """Every tensor of the folder's safetensors files by name: its type there, and its bytes as integers or floats."""
+    """The language model's tensors of the folder's safetensors files by name: type there, bytes as integers or floats.
+
+    Mapped, not read: they take no memory before they are used.
+    """
     kinds = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "U8": "u1", "F8_E4M3": "u1"}
     tensors = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
-        data = path.read_bytes()
-        (header_bytes,) = struct.unpack_from("<Q", data)
-        for name, entry in json.loads(data[8 : 8 + header_bytes]).items():
-            if name != "__metadata__":
+        data = np.memmap(path, np.uint8, "r")
+        (header_bytes,) = struct.unpack("<Q", data[:8].tobytes())
+        for name, entry in json.loads(data[8 : 8 + header_bytes].tobytes()).items():
+            if name != "__metadata__" and not OTHER_PARTS.match(name):
                 begin, end = (8 + header_bytes + offset for offset in entry["data_offsets"])
-                array = np.frombuffer(data[begin:end], kinds[entry["dtype"]]).reshape(entry["shape"])
+                array = np.asarray(data[begin:end]).view(kinds[entry["dtype"]]).reshape(entry["shape"])
                 tensors[name] = (entry["dtype"], array)
     if not tensors:
         raise FileNotFoundError("no *.safetensors")
@@ -126,8 +145,6 @@ def their_names(weights: dict[str, Array]) -> dict[str, torch.Tensor]:
     experts: dict[str, dict[int, Array]] = {}
     for name, array in weights.items():
         name = re.sub(r"^(language_model\.)?(backbone\.|model\.)", "model.", name).removeprefix("language_model.")
-        if name.startswith(("mtp.", "vision_", "mlp1.", "sound_")):
-            continue
         expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(up_proj|down_proj)\.weight", name)
         if expert:
             experts.setdefault(f"{expert[1]}.{expert[3]}", {})[int(expert[2])] = array

@@ -1,7 +1,8 @@
 """How far the engine's model is from the independent reference on a text. Owns the measures and their bars.
 
-KL is of the reference's next-token distribution from ours, in nats, over every position of the text. Greedy: the
-reference continues the text by its most likely ids; our model is fed the same ids one by one and chooses at each place.
+KL is of the reference's next-token distribution from ours, in nats, over every position of the text. Greedy: the text
+is continued by the most likely ids, and both are fed the same ids and choose at each place. The ids are the reference's
+own; ours where the reference can be run only once (`propose`, `Expected.given`): it is the same up to a disagreement.
 """
 
 import math
@@ -40,12 +41,22 @@ class Parity:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the reference says about `ids`: logits after each [n, vocab], greedy ids, and the logits that chose them."""
+    """What the reference says about `ids`: logits after each [n, vocab], greedy ids, and the logits that chose them.
+
+    `continued` is what it was fed behind `ids`, one id less than it chose.
+    """
 
     ids: list[int]
     logits: Tensor
+    continued: list[int]
     greedy: list[int]
     greedy_logits: Tensor
+
+    @staticmethod
+    def given(ids: list[int], continued: list[int], logits: Tensor) -> "Expected":
+        """From the reference's logits after each of `ids` and `continued`."""
+        rows = logits[len(ids) - 1 :]
+        return Expected(ids, logits[: len(ids)], continued, rows.argmax(dim=1).tolist(), rows)
 
 
 @torch.inference_mode()
@@ -56,7 +67,18 @@ def ask_reference(reference: Any, ids: list[int]) -> Expected:
     for _ in range(GREEDY_TOKENS - 1):
         step = reference(input_ids=rows[-1].argmax().view(1, 1), cache=out.cache, use_cache=True)
         rows.append(step.logits[0, -1])
-    return Expected(ids, out.logits[0], [int(row.argmax()) for row in rows], torch.stack(rows))
+    greedy = [int(row.argmax()) for row in rows]
+    return Expected(ids, out.logits[0], greedy[:-1], greedy, torch.stack(rows))
+
+
+def propose(model: Model, ids: list[int]) -> list[int]:
+    """The engine's own greedy continuation, one id less than GREEDY_TOKENS."""
+    state = State(model.config, PagePool(model.config, pages_for(len(ids) + GREEDY_TOKENS)))
+    chosen = [int(model.forward([Segment(state, ids)])[0].argmax())]
+    while len(chosen) < GREEDY_TOKENS - 1:
+        chosen.append(int(model.forward([Segment(state, chosen[-1:])])[0].argmax()))
+    state.release()
+    return chosen
 
 
 def compare(model: Model, expected: Expected) -> Parity:
@@ -65,7 +87,7 @@ def compare(model: Model, expected: Expected) -> Parity:
     state = State(model.config, pool)
     logits = model.forward_all([Segment(state, expected.ids)])
     rows = [logits[-1]]
-    for id_ in expected.greedy[:-1]:
+    for id_ in expected.continued:
         rows.append(model.forward([Segment(state, [id_])])[0])
     state.release()
     agrees = [int(row.argmax()) == id_ for row, id_ in zip(rows, expected.greedy, strict=True)]

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from services.engine.checkpoint import Checkpoint
-from services.tools import figures, transformers_model
+from services.tools import figures, oracle
 from services.tools.texts import TextError, Texts, Window
 
 WINDOW_TOKENS = 1024
@@ -46,8 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    checkpoint = Checkpoint.open(args.checkpoint)
-    model = transformers_model.load(checkpoint)
+    model = oracle.load(args.checkpoint)
     texts = Texts(args.checkpoint, args.window)
     for path in args.texts:
         score = measure(model, texts.windows(path))

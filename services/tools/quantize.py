@@ -28,7 +28,7 @@ from services.engine.experts.store import TEXT_FILES
 from services.engine.model_config import read_config
 from services.engine.tensorfile import write_file, write_tensors
 from services.engine.weights import FLOATS
-from services.tools import calibrate, transformers_model
+from services.tools import calibrate, oracle
 from services.tools.texts import TextError, Texts
 
 Algorithm = Literal["NVFP4", "FP8"]
@@ -111,7 +111,7 @@ def algorithm(linear: str) -> Algorithm | None:
 
 
 def _calibrate(source: Checkpoint, paths: list[Path], windows: int) -> dict[str, float]:
-    model = transformers_model.load(source)
+    model = oracle.load(source.folder)
     texts = Texts(source.folder, window=1024)
     chosen = [window for path in paths for window in islice(texts.windows(path), windows)]
     if not chosen:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from services.engine.checkpoint import Checkpoint
 from services.engine.errors import CheckpointError
 from services.engine.weights import read_linear
-from services.tools import calibrate, transformers_model
+from services.tools import calibrate, oracle
 from services.tools import small_checkpoint as tiny_checkpoint
 from services.tools.cli import main
 from services.tools.quantize import algorithm, quantize
@@ -149,7 +149,7 @@ def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_calibration_sees_what_the_linears_see(source: Path) -> None:
     """Against loops over tokens and experts, from what the router said."""
     checkpoint = Checkpoint.open(source)
-    model = transformers_model.load(checkpoint)
+    model = oracle.load(source)
     windows = [Window(list(range(1, 13)), [True] * 12, 0), Window([5, 3], [True] * 2, 0)]
     norms: list[float] = []
     routed: list[tuple[torch.Tensor, torch.Tensor]] = []

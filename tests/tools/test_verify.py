@@ -27,7 +27,7 @@ def test_the_demo_passes_and_is_recorded(
     demo_store: Store, demo_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = tmp_path / "here.csv"
-    assert main(["verify", str(demo_store.folder), str(demo_checkpoint), "--quick", "--record", str(record)]) == 0
+    assert main(["verify", str(demo_checkpoint), str(demo_store.folder), "--quick", "--record", str(record)]) == 0
     out = capsys.readouterr().out
     assert "chat" in out
     assert "passed: mean KL at most 0.003" in out
@@ -42,7 +42,7 @@ def test_one_bad_passage_fails(change: dict, passed: bool, demo_store: Store, ca
     results = [("one", GOOD), ("two", Parity(**{**vars(GOOD), **change})), ("three", GOOD)]
     monkeypatch.setattr(verify, "measure", lambda *_: iter(results))
     record = tmp_path / "here.csv"
-    status = main(["verify", str(demo_store.folder), "unused", "--record", str(record)])
+    status = main(["verify", "unused", str(demo_store.folder), "--record", str(record)])
     assert status == (0 if passed else 1)
     assert ("FAILED" in capsys.readouterr().out) is not passed
     assert f"of 3 passages: {'one' if passed else 'two'}" in record.read_text()
@@ -60,12 +60,33 @@ def test_a_checkpoint_that_the_reference_cannot_read(
     broken = tmp_path / "checkpoint"
     shutil.copytree(demo_checkpoint, broken)
     (broken / missing).unlink()
-    assert main(["verify", str(demo_store.folder), str(broken), "--quick"]) == 1
+    assert main(["verify", str(broken), str(demo_store.folder), "--quick"]) == 1
     error = capsys.readouterr().err
     assert str(broken) in error
     assert "Traceback" not in error
 
 
 def test_a_missing_store(tmp_path: Path, demo_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(tmp_path / "none"), str(demo_checkpoint)]) == 1
+    assert main(["verify", str(demo_checkpoint), str(tmp_path / "none")]) == 1
     assert "there is no store" in capsys.readouterr().err
+
+
+def test_it_asks_for_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify"]) == 1
+    assert "give the checkpoint's folder and the store's" in capsys.readouterr().err
+
+
+def test_the_reference_by_layer_says_the_same_of_the_demo(
+    demo_store: Store, demo_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = []
+    for words in (["--no-by-layer"], ["--by-layer"]):
+        assert main(["verify", str(demo_checkpoint), str(demo_store.folder), "--quick", *words]) == 0
+        out = capsys.readouterr().out
+        [row] = [row.split() for row in out.splitlines() if row.startswith("chat")]
+        figures.append(row)
+    assert "reference: layer 16 of 16" in out
+    # The same to what the table shows, but for the ids that were fed to the greedy part.
+    assert figures[0][:4] == figures[1][:4]
+    assert float(figures[0][4]) == pytest.approx(float(figures[1][4]), rel=0.02)
+    assert not (demo_store.folder / verify.KEPT).exists()
