@@ -4,7 +4,7 @@ import secrets
 import time
 from typing import Any
 
-from services.api.chat import Answer, Done, Usage
+from services.api.answer import Answer, Done, Usage
 from services.api.parsers.answer import Content, Delta, Reasoning
 from services.api.parsers.tool_calls import CallStart
 

@@ -7,7 +7,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from services.api.chat import Answer, Chats, Done
+from services.api.answer import Answer, Done
+from services.api.chat import Chats
 from services.api.errors import ClientGone, EngineFailed, EngineLost, InvalidRequest
 from services.api.model_folder import model_ids, thinks
 from services.api.replies import ChatReply
@@ -32,6 +33,7 @@ async def chat_completions(request: Request) -> Response:
 
     def gone() -> None:
         chats.metrics.disconnects.inc()
+        answer.close()
 
     if chat.stream:
         ping_interval_s: float = request.app.state.ping_interval_s

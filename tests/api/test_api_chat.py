@@ -153,7 +153,7 @@ def test_stop_strings_cut_and_do_not_leak(api: RunningApi, engine: ScriptedEngin
 def test_an_engine_that_does_not_hear_stop_is_cancelled(
     api: RunningApi, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.api.chat.STOP_GRACE_S", 0.2)
+    monkeypatch.setattr("services.api.answer.STOP_GRACE_S", 0.2)
     engine.hears_stop, engine.script, engine.token_s = False, engine.script * 50, 0.02
     assert api.chat("Hi", stop="there")["choices"][0]["message"]["content"] == "Hello "
     assert engine.calls[-1].cancelled.wait(5)

@@ -1,5 +1,6 @@
 """The life of a stream: headers at once, pings, failures inside it, clients that go away."""
 
+import contextlib
 import json
 import logging
 import time
@@ -12,6 +13,8 @@ import openai
 import pytest
 from running_api import RunningApi
 from scripted_engine import Failure, ScriptedEngine
+
+from services.api.errors import ClientGone
 
 BODY = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
 
@@ -107,6 +110,24 @@ def test_a_client_that_goes_away_while_the_request_waits(api: RunningApi, engine
     engine.prompt_s = 30
     with httpx.Client(base_url=api.url, timeout=0.3) as client, pytest.raises(httpx.ReadTimeout):
         client.post("/v1/chat/completions", json=BODY)
+    assert engine.calls[0].cancelled.wait(5)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_is_gone_before_the_first_event(
+    api: RunningApi, engine: ScriptedEngine, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generator that was never begun runs no cleanup of its own."""
+
+    async def gone_at_once(receive: Any, work: Any) -> None:
+        work.close()
+        raise ClientGone("at once")
+
+    for module in ("routes", "sse"):
+        monkeypatch.setattr(f"services.api.{module}.until_gone", gone_at_once)
+    engine.prompt_s = 30
+    with httpx.Client(base_url=api.url, timeout=2) as client, contextlib.suppress(httpx.HTTPError):
+        client.post("/v1/chat/completions", json={**BODY, "stream": stream})
     assert engine.calls[0].cancelled.wait(5)
 
 

@@ -1,0 +1,238 @@
+"""One answer under way: from the engine's messages to what a client sees, and the counts. Owns the stream of events,
+the engine's sequence until it is handed on, and stop strings' end; knows nothing of HTTP or of the shape of a reply.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.api.client import Generation
+from services.api.errors import ApiError, EngineFailed
+from services.api.metrics import Metrics
+from services.api.model_folder import ModelFolder
+from services.api.parsers.answer import AnswerParser, Content, Delta, Reasoning
+from services.api.parsers.tool_calls import CallStart
+from services.api.saving import Dialog, Saving
+from services.api.schemas import ChatRequest, ToolCall
+from services.api.snapshots import Plan, Snapshots
+from services.api.templates import Prompt
+from services.api.tokens import Detokenizer
+from services.rpc import engine_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 2.0  # from asking the engine to stop until its Finish
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens as OpenAI counts them, and the engine's times; None where an answer was stopped before it told."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    reasoning_tokens: int
+    executed_tokens: int | None = None
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Done:
+    finish_reason: str  # stop, length or tool_calls
+    usage: Usage
+
+
+@dataclass
+class Message:
+    """The answer so far, as a client that repeats it will send it."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] | None = None
+
+    def add(self, delta: Delta) -> None:
+        if isinstance(delta, Content):
+            self.content += delta.text
+        elif isinstance(delta, Reasoning):
+            self.reasoning += delta.text
+        elif isinstance(delta, CallStart):
+            self.calls = self.calls or []
+            function = {"name": delta.name, "arguments": ""}
+            self.calls.append({"id": delta.id, "type": "function", "function": function})
+        elif self.calls:
+            self.calls[delta.index]["function"]["arguments"] += delta.json
+
+    def for_template(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": self.content or None}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [ToolCall.model_validate(call).for_template() for call in self.calls]
+        return message
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, rendered and planned."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Any]
+    options: Mapping[str, Any]
+    prompt: Prompt
+    plan: Plan
+    request: ChatRequest
+    began: float  # time.perf_counter() when it came
+
+
+class Answer:
+    """One answer under way. Iterate `events` once, to its end, or close it: that frees the engine's sequence."""
+
+    def __init__(
+        self,
+        asked: Asked,
+        generation: Generation,
+        info: pb.InfoResponse,
+        folder: ModelFolder,
+        snapshots: Snapshots,
+        saving: Saving,
+        metrics: Metrics,
+    ) -> None:
+        self.message = Message()
+        self.fingerprint = info.arithmetic_fingerprint[:16]
+        self._snapshots = snapshots
+        self._saving = saving
+        self._metrics = metrics
+        self._asked = asked
+        self._generation = generation
+        self._last_token: float | None = None
+        schemas = {tool.function.name: tool.function.parameters or {} for tool in asked.request.usable_tools}
+        self._parser = AnswerParser(asked.prompt.starts_thinking, schemas or None, asked.request.stops)
+        self._detokenizer = Detokenizer(folder.tokenizer)
+        self._stop_ids = frozenset(folder.defaults.stop_ids)
+        self._ids: list[int] = []  # sampled, without the stop id
+        self._handed_over = False  # to saving, which reads on behind Finish
+        self._sent_whole = False
+        self._restored_tokens = 0
+        self._reasoning_tokens = 0
+
+    async def events(self) -> AsyncGenerator[Delta | Done, None]:
+        """Deltas, none of them empty, then Done. Raises ApiError if the engine fails on the way."""
+        self._metrics.in_progress.inc()
+        finish: pb.Finish | None = None
+        try:
+            async for message in self._generation.messages():
+                kind = message.WhichOneof("message")
+                if kind == "restore":
+                    await self._restore(message.restore)
+                elif kind == "token":
+                    for delta in self._token(message.token.id):
+                        yield delta
+                    if self._parser.stopped:
+                        finish = await self._stop()
+                        break
+                elif kind == "finish":
+                    finish = message.finish
+                    break
+            else:
+                raise EngineFailed("the engine ended the answer without finishing it")
+            cut = finish is not None and finish.reason == pb.Finish.LENGTH and not self._parser.stopped
+            for delta in self._parser.finish(cut):
+                self.message.add(delta)
+                yield delta
+            done = self._done(finish, cut)
+            if finish is not None:
+                self._hand_over(finish)
+                self._handed_over = True
+            yield done
+        finally:
+            self._metrics.in_progress.dec()
+            self.close()
+
+    def close(self) -> None:
+        """Give the answer up, if it is not complete; also if its events were never begun."""
+        if not self._handed_over:
+            self._generation.cancel()
+
+    def _token(self, token_id: int) -> list[Delta]:
+        now = time.perf_counter()
+        if self._last_token is None:
+            self._metrics.ttft.observe(now - self._asked.began)
+        else:
+            self._metrics.itl.observe(now - self._last_token)
+        self._last_token = now
+        if token_id in self._stop_ids:
+            return []
+        self._ids.append(token_id)
+        self._reasoning_tokens += self._parser.thinking
+        deltas = self._parser.feed(self._detokenizer.feed(token_id))
+        for delta in deltas:
+            self.message.add(delta)
+        return deltas
+
+    async def _restore(self, restore: pb.Restore) -> None:
+        source, plan = pb.Restore.Source.Name(restore.source), self._asked.plan
+        if restore.source == pb.Restore.SEND:
+            sent = await self._generation.send_payload(self._snapshots.payload(plan, restore.state.state_id))
+            self._sent_whole = sent == restore.state.size_bytes
+            if not self._sent_whole:
+                await self._generation.half_close()  # it cannot be had any more: the prompt is read from its beginning
+            return
+        self._metrics.lookups[source.lower(),].inc()
+        if restore.source == pb.Restore.REFUSED:
+            log.warning("the engine refused a stored state: %s", restore.reason)
+            if self._sent_whole:
+                await self._snapshots.refused(plan, restore.state.state_id)
+        elif restore.source != pb.Restore.NONE:
+            self._restored_tokens = restore.state.tokens
+
+    async def _stop(self) -> pb.Finish | None:
+        """A stop string was found: let the engine end the answer, so that the prompt's snapshots are not lost."""
+        try:
+            async with asyncio.timeout(STOP_GRACE_S):
+                if not await self._generation.stop():
+                    return None
+                async for message in self._generation.messages():
+                    if message.WhichOneof("message") == "finish":
+                        return message.finish
+        except (ApiError, TimeoutError):
+            pass  # the client has its answer
+        return None
+
+    def _done(self, finish: pb.Finish | None, cut: bool) -> Done:
+        reason = "length" if cut else "tool_calls" if self._parser.calls else "stop"
+        prompt_tokens = len(self._asked.plan.ids)
+        if finish is None or self._parser.stopped:
+            usage = Usage(prompt_tokens, len(self._ids), self._restored_tokens, self._reasoning_tokens)
+        else:
+            usage = Usage(
+                prompt_tokens,
+                finish.generated_tokens,
+                finish.cached_tokens,
+                self._reasoning_tokens,
+                finish.executed_tokens,
+                finish.queue_s,
+                finish.prefill_s,
+                finish.decode_s,
+            )
+        metrics = self._metrics
+        metrics.answers[reason,].inc()
+        metrics.prompt_tokens.inc(usage.prompt_tokens)
+        metrics.cached_tokens.inc(usage.cached_tokens)
+        metrics.completion_tokens.inc(usage.completion_tokens)
+        metrics.reasoning_tokens.inc(usage.reasoning_tokens)
+        metrics.tool_calls.inc(self._parser.calls)
+        metrics.e2e.observe(time.perf_counter() - self._asked.began)
+        return Done(reason, usage)
+
+    def _hand_over(self, finish: pb.Finish) -> None:
+        asked = self._asked
+        dialog = None
+        if asked.plan.keep_answer and not self._parser.stopped:
+            messages = [*asked.messages, self.message.for_template()]
+            dialog = Dialog(messages, asked.tools, asked.options, tuple(self._ids))
+        self._saving.take(asked.plan, self._generation, dialog, finish.taken)
