@@ -12,6 +12,7 @@ def _stopped(running: Running) -> Iterator[Running]:
     try:
         yield running.wait_until_ready()
         assert running.stop() == 0, running.output
+        assert running.processes() == []
     finally:
         running.close()
 

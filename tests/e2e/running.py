@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.request
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,13 @@ MARK = "THIMBLE_TEST_MARK"  # in the environment of everything that a stack star
 START_LIMIT_S = 100
 
 
+UP = (sys.executable, "-m", "services.tools.cli", "up", "--port", "0", "--run-dir", "{run_dir}")
+
+
 class Running:
     """`thimble up` as a process of its own. `lines` is what it has printed."""
 
-    def __init__(self, run_dir: Path, **environ: str) -> None:
+    def __init__(self, run_dir: Path, command: Sequence[str] = UP, **environ: str) -> None:
         self.run_dir = run_dir
         self._client: openai.OpenAI | None = None
         self._temporary = run_dir / "tmp"
@@ -33,7 +36,7 @@ class Running:
         self.lines: list[str] = []
         self._printed: queue.Queue[str] = queue.Queue()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "services.tools.cli", "up", "--port", "0", "--run-dir", str(run_dir)],
+            [word.format(run_dir=run_dir) for word in command],
             env=os.environ | environ | {MARK: self.mark, "TMPDIR": str(self._temporary)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -14,6 +14,13 @@ from running import Running, until
 
 from services.engine.experts.store import Store
 
+ROOT = Path(__file__).parents[2]
+
+
+def outside_make() -> dict[str, str]:
+    """The environment without what an outer `make test` tells its children."""
+    return {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+
 
 @pytest.fixture
 def environ(demo_store: Store) -> dict[str, str]:
@@ -41,13 +48,23 @@ def test_it_prints_the_plan_and_how_to_chat(stack: Running) -> None:
     assert len(stack.processes()) == 4  # launcher, engine, api, the embedded store
 
 
-def test_ctrl_c_stops_everything(starting: Running) -> None:
-    starting.wait_until_ready()
-    assert len(starting.processes()) == 4
-    assert starting.stop() == 0
-    assert starting.processes() == []
-    assert starting.wait_for(r"stopped")
-    assert "killed" not in starting.output
+def test_make_up_and_ctrl_c(tmp_path: Path, environ: dict[str, str]) -> None:
+    """The README's command. Ctrl-C goes to make and to the launcher, as from a terminal."""
+    fresh = subprocess.run(["make", "--question", ".venv/up.stamp"], cwd=ROOT, env=outside_make(), check=False)
+    if fresh.returncode:
+        pytest.skip("make's environment is not this one: `make up` would install it first")
+    command = ("make", "--directory", str(ROOT), "up", "ARGS=--port 0 --run-dir {run_dir}")
+    running = Running(tmp_path, command, **environ, MAKEFLAGS="", MAKELEVEL="")
+    try:
+        running.wait_until_ready()
+        assert len(running.processes()) == 5  # make, launcher, engine, api, the embedded store
+        os.killpg(running.process.pid, signal.SIGINT)
+        running.process.wait(30)
+        assert running.processes() == []
+        assert running.wait_for(r"stopped")
+        assert "killed" not in running.output
+    finally:
+        running.close()
 
 
 def test_a_stop_signal_while_it_starts(starting: Running) -> None:
