@@ -21,12 +21,12 @@ from kernels.block import BlockLayout
 from kernels.build import library
 from kernels.experts import decode, handoff
 from kernels.experts.decode_step import FINGERPRINT
+from kernels.experts.device.rates import ReadRates
 from kernels.experts.device.turns import Route, SharedSlots
 from kernels.experts.host.binding import Host
 from kernels.workers.pool import Workers, available_isas, default_threads
 from services.tools import figures
 from services.tools.expert_rig import Method, Rig
-from services.tools.read_rates import ReadRates
 from services.tools.synthetic_blocks import SyntheticBlocks
 
 LAYERS, EXPERTS, TOP_K = 40, 32, 22  # 1,280 blocks, 4 GB
@@ -65,14 +65,19 @@ def run(args: argparse.Namespace) -> int:
             shared[threads] = SharedSlots(hosts[threads])
             stack.callback(shared[threads].close)
         print(f"{LAYERS * EXPERTS} blocks written, read and verified in {time.monotonic() - begun:.0f} s", flush=True)
+        first_share = {threads: ReadRates(slots).first_share(TOP_K) for threads, slots in shared.items()}
+        print(
+            "the GPU's first share:",
+            ", ".join(f"{n:.1f} of {TOP_K} beside {t} threads" for t, n in first_share.items()),
+        )
         rigs = {}
         for threads, slots in shared.items():
             methods = [Method("CPU alone", share=0), Method("split")]
             for method in [*methods, *((*GPU_ONLY, *PUBLISHED) if threads == all_threads else ())]:
                 name = method.name if method in (*GPU_ONLY, *PUBLISHED) else f"{method.name}, {threads} threads"
-                rigs[name] = Rig(slots, LAYERS, 1, TOP_K, method)
+                rigs[name] = Rig(slots, LAYERS, 1, TOP_K, method, first_share[threads])
         print(f"graphs of {len(rigs)} methods ready after {time.monotonic() - begun:.0f} s", flush=True)
-        report(args, blocks, rigs, ReadRates(hosts[all_threads]), all_threads)
+        report(args, blocks, rigs, ReadRates(shared[all_threads]), all_threads)
         for rig in reversed(rigs.values()):
             rig.close()
     return 0

@@ -25,9 +25,14 @@ class Method:
 
 
 class Rig:
-    """`layers` MoE layers in a graph; inputs are written between replays. All on the current CUDA device."""
+    """`layers` MoE layers in a graph; inputs are written between replays. All on the current CUDA device.
 
-    def __init__(self, slots: SharedSlots, layers: int, tokens: int, top_k: int, method: Method) -> None:
+    `share` is where a split that finds itself begins.
+    """
+
+    def __init__(
+        self, slots: SharedSlots, layers: int, tokens: int, top_k: int, method: Method, share: float = 8.0
+    ) -> None:
         device = torch.device("cuda")
         layout = slots.host.catalog.layout
         self.method = method
@@ -36,7 +41,7 @@ class Rig:
         self.turns = Turns(slots, self.step, method.waves, method.timeout_ns)
         if method.route is not Route.IN_PLACE:
             self.turns.copy_through(method.route)
-        self.turns.share(method.share, initial=top_k / 3)
+        self.turns.share(method.share, initial=share)
         self.ids = torch.zeros(layers, tokens, top_k, dtype=torch.int32, device=device)
         self.x = torch.zeros(layers, tokens, layout.latent, device=device)
         self.weights = torch.zeros(layers, tokens, top_k, device=device)

@@ -77,5 +77,4 @@ class SyntheticBlocks:
 
 def _packed(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """[rows, n] codes -> [rows, n/2], the even one in the low nibble."""
-    packed: npt.NDArray[np.uint8] = codes[:, 0::2] | codes[:, 1::2] << 4
-    return packed
+    return np.bitwise_or(codes[:, 0::2], np.left_shift(codes[:, 1::2], 4), dtype=np.uint8)

@@ -1,5 +1,7 @@
 """On a GPU: the expert step gives the same bits wherever its experts are computed, and a dead host never wedges it."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from services.tools.synthetic_blocks import SyntheticBlocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
+ROOT = Path(__file__).parents[2]
 LAYERS, EXPERTS, TOP_K = 3, 40, 22
 BLOCKS = SyntheticBlocks(BlockLayout(1024, 2688), LAYERS, EXPERTS)
 
@@ -113,6 +116,38 @@ def test_a_cache_smaller_than_the_model_gives_the_same_bits(catalog: Catalog, sl
     for count in (2, 10, 44, 60):
         with opened(catalog, 3, count, poison=True) as small:
             assert torch.equal(run(small, Method("split", share=9), given), whole), count
+
+
+@pytest.mark.parametrize("value", [1.0, -1.0, 0.0], ids=["none alive", "all alive", "zero"])
+def test_alive_sets_that_are_empty_or_full(slots: SharedSlots, catalog: Catalog, value: float) -> None:
+    ids, weights, x = inputs(1, seed=8)
+    x = torch.full_like(x, value)
+    out = run(slots, Method("split", share=11), (ids, weights, x))
+    assert torch.equal(out, expected(catalog, ids, weights, x))
+
+
+def test_equal_experts_and_weights_tie_in_any_order_of_arrival(slots: SharedSlots, catalog: Catalog) -> None:
+    ids, weights, x = inputs(4, seed=9)
+    ids[:, 1:] = ids[:, :1]  # all tokens choose the same experts
+    weights[:] = 0.5
+    assert torch.equal(run(slots, Method("split"), (ids, weights, x)), expected(catalog, ids, weights, x))
+
+
+def test_three_processes_give_the_same_bits(catalog: Catalog) -> None:
+    code = (
+        "import hashlib, sys; from pathlib import Path; from tests.kernels import test_turns as t\n"
+        "catalog = t.BLOCKS.write(Path(sys.argv[1]) / 'experts.bin')\n"
+        "with t.opened(catalog, 5, 60) as slots: out = t.run(slots, t.Method('split'), t.inputs(2, seed=10))\n"
+        "print(hashlib.sha256(out.numpy().tobytes()).hexdigest())"
+    )
+    command = [sys.executable, "-c", code]
+    digests = set()
+    for number in range(3):
+        folder = catalog.path.parent / str(number)
+        folder.mkdir()
+        done = subprocess.run([*command, str(folder)], cwd=ROOT, capture_output=True, text=True, check=True)
+        digests.add(done.stdout.strip())
+    assert len(digests) == 1
 
 
 def test_bad_input_makes_its_token_nan_and_no_other(slots: SharedSlots) -> None:

@@ -1,5 +1,5 @@
 """How fast this machine's CPU and GPU can read the expert slots: alone, and both at once. The floor that expert steps
-are held against; nothing is computed.
+are held against, and what the first guess at a split comes from; nothing is computed.
 """
 
 import ctypes
@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from kernels.experts.host.binding import Host
+from kernels.experts.device.turns import SharedSlots
 from kernels.workers.pool import native
 
 MOST_BYTES = 2 << 30  # of the slots; several times any cache
@@ -15,12 +15,14 @@ PIECE_BYTES = 1 << 28
 
 
 class ReadRates:
-    """All rates in GB/s. `host`'s slots must be page-locked for the GPU and filled."""
+    """All rates in GB/s, of the workers that `slots`' host uses. Slots never filled count as what the system gives."""
 
-    def __init__(self, host: Host) -> None:
-        self.host = host
-        start, size_bytes = host.memory()
-        self.start, self.size_bytes = start, min(size_bytes, MOST_BYTES) // PIECE_BYTES * PIECE_BYTES
+    def __init__(self, slots: SharedSlots) -> None:
+        self.host = slots.host
+        self.start, size_bytes = self.host.memory()
+        self.size_bytes = min(size_bytes, MOST_BYTES) // PIECE_BYTES * PIECE_BYTES
+        if not self.size_bytes:
+            raise ValueError(f"rates are measured on at least {PIECE_BYTES >> 20} MiB of expert slots")
         self.there = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cuda")
         self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.library = native()
@@ -52,6 +54,12 @@ class ReadRates:
             read_bytes += PIECE_BYTES
         seconds = time.perf_counter() - begun
         return read_bytes / seconds / 1e9, self.size_bytes / seconds / 1e9
+
+    def first_share(self, top_k: int) -> float:
+        """How many of a layer's `top_k` experts the GPU should take at first, from the rates of both at once: where
+        they share a slow memory neither rate is what it was alone. Turns corrects it while running."""
+        cpu, gpu = self.together()
+        return top_k * gpu / (cpu + gpu)
 
     def _read(self, address: int, size_bytes: int) -> None:
         self.library.thimble_read(
