@@ -9,8 +9,10 @@ import torch
 from recorded_experts import RecordedExperts
 from torch import Tensor
 
+from kernels.linear import reference as linear
 from services.engine.errors import OutOfPagesError
 from services.engine.experts.store import Store
+from services.engine.experts.streamer import PythonExperts
 from services.engine.model import Model, Segment
 from services.engine.pages import PagePool
 from services.engine.snapshots.payload import PayloadFormat
@@ -83,11 +85,24 @@ def test_threads_and_repeats_do_not_show(model: Model, pool: PagePool, whole: Te
     assert torch.equal(logits, whole)
 
 
+def without_small_kernels(patch: pytest.MonkeyPatch) -> None:
+    for name in ("norm", "router", "mamba", "attention"):
+        patch.setattr(importlib.import_module(f"kernels.{name}.cpu"), "bind", lambda *_: None)
+
+
+def test_without_a_compiler_the_bits_are_the_same(demo_store: Store, whole: Tensor, monkeypatch) -> None:
+    without_small_kernels(monkeypatch)
+    monkeypatch.setattr("services.engine.model.linear", linear.linear)
+    experts = PythonExperts(demo_store, slots=45)
+    model = Model(demo_store.dense(), demo_store.config, experts)
+    state = State(model.config, PagePool(model.config, 1))
+    logits = [model.forward([Segment(state, ids)])[0] for ids in (IDS[:3], IDS[3:4])]
+    assert torch.equal(torch.stack(logits), whole[2:4])
+
+
 def test_a_small_cache_and_the_references_do_not_show(demo_store: Store, whole: Tensor, monkeypatch) -> None:
     """A tenth of the experts in RAM, and every small kernel as its definition in torch."""
-    for name in ("norm", "router", "mamba", "attention"):
-        module = importlib.import_module(f"kernels.{name}.cpu")
-        monkeypatch.setattr(module, "bind", lambda *_: None)
+    without_small_kernels(monkeypatch)
     experts = RecordedExperts(demo_store, slots=45)
     model = Model(demo_store.dense(), demo_store.config, experts)
     state = State(model.config, PagePool(model.config, 2))
