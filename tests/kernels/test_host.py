@@ -68,6 +68,16 @@ def test_any_size_of_cache(blocks: BlocksOnDisk, opened: Opener, slots: int, rea
     run_some_steps(opened(slots=slots, readers=readers), blocks)
 
 
+def test_wide_experts_are_split_into_parts(tmp_path: Path, opened: Opener) -> None:
+    """As many alive rows as the real model's and more: `down` of up to four tokens is cut into parts that are added."""
+    blocks = write_blocks(tmp_path, 1, 4, BlockLayout(96, 1008))
+    for threads in (1, 5):
+        host = opened(threads, blocks.catalog())
+        for rows in (1, 2, 3, 4, 5, 9):
+            arguments = batch(blocks, rows, 2, seed=rows)
+            assert same(host.step(0, *arguments), blocks.expected(0, *arguments)), rows
+
+
 def test_a_wide_batch_moves_each_expert_once(blocks: BlocksOnDisk, opened: Opener) -> None:
     """More experts than slots: some wait for others to leave, none is read twice."""
     arguments = batch(blocks, 40, TOP_K, seed=1)

@@ -14,9 +14,8 @@ using Reg = V::Reg;
 
 constexpr int ROWS = 4;  // rows in flight: as many streams of loads and independent sums
 constexpr int AHEAD_BYTES = 4096;  // how far before its use a row of `up` is asked for
-constexpr int AHEAD_ROWS = 12;     // the same for alive rows of `down`
+constexpr int AHEAD_ROWS = 4;      // the same for alive rows of `down`
 constexpr int CHUNK = 2 * V::BYTES;  // codes in a vector
-constexpr int STRIP = 256;           // outputs of `down` whose sums stay in the nearest cache
 constexpr int PAIRS = GROUP / 2;
 
 // Twice the E2M1 values of a vector of packed codes, the even and the odd ones apart.
@@ -202,14 +201,18 @@ inline void ask_for(const Shape& shape, const uint8_t* block, const Alive& alive
   for (int byte = 0; byte < columns; byte += 64) V::prefetch(scales + byte);
 }
 
-// Outputs first <= j < end, at most STRIP of them. Groups outside, chunks inside: what a group needs is prepared once.
+// Outputs of `down` at a time: as long a piece of a row as leaves all sums in the nearest cache.
+template <int TOKENS>
+constexpr int STRIP = TOKENS <= 2 ? 1024 : 512;
+
+// Outputs first <= j < end, at most a strip. Groups outside, chunks inside: what a group needs is prepared once.
 template <int TOKENS>
 void down_strip(const Shape& shape, const uint8_t* block, const Alive& alive, int first, int end, int64_t* sums,
                 int stride) {
   const int64_t row_bytes = shape.row_bytes();
   const uint8_t* rows = block + shape.down_values + first / 2;
   const int chunks = (end - first + CHUNK - 1) / CHUNK;
-  ChunkSums total[TOKENS][STRIP / CHUNK];
+  ChunkSums total[TOKENS][STRIP<TOKENS> / CHUNK];
   for (auto& token : total)
     for (int c = 0; c < chunks; c++)
       for (auto& sum : token[c].of) sum = V::zero();
@@ -251,9 +254,10 @@ void down_strip(const Shape& shape, const uint8_t* block, const Alive& alive, in
 
 template <int TOKENS>
 void down_tile(const Shape& shape, const uint8_t* block, const Alive& alive, int begin, int end, int64_t* sums) {
-  for (int first = begin; first < end; first += STRIP)
-    down_strip<TOKENS>(shape, block, alive, first, first + STRIP < end ? first + STRIP : end, sums + first - begin,
-                       end - begin);
+  for (int first = begin; first < end; first += STRIP<TOKENS>) {
+    const int limit = first + STRIP<TOKENS> < end ? first + STRIP<TOKENS> : end;
+    down_strip<TOKENS>(shape, block, alive, first, limit, sums + first - begin, end - begin);
+  }
 }
 
 void down(const Shape& shape, const uint8_t* block, const Alive& alive, int tokens, int begin, int end, int64_t* sums) {

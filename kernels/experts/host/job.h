@@ -32,7 +32,9 @@ class Job {
   void start(const uint8_t* block);  // publishes the first piece; the block must stay until finished
 
  private:
-  // A token's piece of work is split over tiles of neurons or outputs; a tile serves its tokens in fours.
+  // Tiles of `up` are neurons, for all tokens in fours. Those of `down` are parts of the alive rows, whole rows since memory
+  // likes long pieces; the parts' sums are integers and add up to the same in any order. With more than four tokens,
+  // when most rows live for somebody, they are fours of tokens.
   struct Up : Work {
     explicit Up(Job& of) : job(of) {}
     void run(int tile) override { job.run_up(tile); }
@@ -42,7 +44,7 @@ class Job {
   struct Down : Work {
     explicit Down(Job& of) : job(of) {}
     void run(int tile) override { job.run_down(tile); }
-    void finish() override { job.context_.finished(job); }
+    void finish() override { job.add_parts(); }
     Job& job;
   };
 
@@ -51,6 +53,10 @@ class Job {
   void run_up(int tile);
   void list_alive();
   void run_down(int tile);
+  void run_part(int part);
+  void run_four(int four);
+  void add_parts();
+  Alive alive(int four, int begin, int end) const;
 
   const Context& context_;
   Up up_;
@@ -63,6 +69,8 @@ class Job {
   std::vector<int16_t> alive_values_;   // [fours, 4, width]
   std::vector<int32_t> alive_counts_;   // [fours]
   std::vector<int> exponents_;          // [tokens] of h
+  std::vector<int> parts_;              // where each part of the alive rows begins, and the end
+  std::vector<int64_t> sums_;           // [parts, tokens, latent]
 };
 
 }  // namespace thimble
