@@ -17,6 +17,7 @@ LAYOUTS = [
     BlockLayout(128, 128),
     BlockLayout(416, 80),
     BlockLayout(1024, 208),
+    BlockLayout(1120, 32),  # more outputs than are summed at a time
 ]
 EXTREMES = np.array([0, 1, -1, 127, 128, 255, 256, -256, 32767, -32767, 32640, -32640, 32512], np.int16)
 
