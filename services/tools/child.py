@@ -14,6 +14,7 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 TAIL_BYTES = 16384
+DONE = "ended with status 0"  # of `Child.ended`
 
 
 class Child:

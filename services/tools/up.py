@@ -19,12 +19,13 @@ from typing import IO
 from services.settings import SettingError
 from services.tools import demo
 from services.tools.chat import Server
-from services.tools.child import Child
+from services.tools.child import DONE, Child
 from services.tools.stack import Stack, StackError, plan_stack
 
 WATCH_S = 0.2
 NEWS_S = 5.0  # between two lines about a service that is still starting
 TAIL_LINES = 20
+QUICK_S = 1.0  # a preparation that takes longer is told about
 KILL_AFTER_S = 10.0  # beyond a service's own stop_timeout_s
 
 
@@ -52,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
             raise StackError(str(error)) from error
         launcher = Launcher(run_dir / "logs", args.start_limit_s, stop)
         try:
+            launcher.compile_kernels()
             if not given and not demo.is_fresh(store):
                 launcher.make_demo(store)
             launcher.start(stack)
@@ -86,15 +88,17 @@ class Launcher:
         self._begun = time.monotonic()
         self._children: list[tuple[Child, float]] = []
 
+    def compile_kernels(self) -> None:
+        """Ahead of the engine, which would do it silently. Without a compiler the engine runs, slowly."""
+        builder = self._run_to_end("kernels", ["-m", "kernels.build"], "compiling the C++ kernels (first start only)")
+        if builder and builder.ended() != DONE:
+            self.say(f"the kernels are not compiled: {' '.join(builder.last_lines(1))}")
+
     def make_demo(self, store: Path) -> None:
-        self.say("making the demo's store (first start only)")
-        maker = self._spawn("demo", [sys.executable, "-m", "services.tools.cli", "demo", str(store)], os.environ, 0.0)
-        while not (end := maker.ended()):
-            if self._stop.wait(WATCH_S):
-                return
-        self._children.clear()
-        if not demo.is_fresh(store):
-            raise StackError(f"the demo's store could not be made: it {end}\n{_tail(maker)}")
+        words = ["-m", "services.tools.cli", "demo", str(store)]
+        maker = self._run_to_end("demo", words, "making the demo's store (first start only)")
+        if maker and not demo.is_fresh(store):
+            raise StackError(f"the demo's store could not be made: it {maker.ended()}\n{_tail(maker)}")
 
     def start(self, stack: Stack) -> None:
         """Engine and api at once, since each takes seconds to import; returns when both are ready or `stop` is set."""
@@ -125,6 +129,22 @@ class Launcher:
 
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self._begun:6.1f} s] {text}", flush=True)
+
+    def _run_to_end(self, name: str, words: list[str], news: str) -> Child | None:
+        """A preparation, told about if it takes a while. None if it has not ended when `stop` is set."""
+        if self._stop.is_set():
+            return None
+        child = self._spawn(name, [sys.executable, *words], os.environ, 0.0)
+        begun = time.monotonic()
+        told = False
+        while not child.ended():
+            if not told and time.monotonic() - begun > QUICK_S:
+                self.say(news)
+                told = True
+            if self._stop.wait(WATCH_S):
+                return None
+        self._children.clear()
+        return child
 
     def _spawn(self, name: str, command: list[str], environ: Mapping[str, str], stop_timeout_s: float) -> Child:
         child = Child(name, command, environ, self.logs / f"{name}.log")
