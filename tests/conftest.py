@@ -3,9 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from services.engine.experts.store import Store
 from services.tools.repack import repack
+
+# As in the engine. torch's threads spin while they wait for one another: on a busy machine tests take ten times longer.
+torch.set_num_threads(1)
 
 DEMO = Path(__file__).parent.parent / "demo"
 

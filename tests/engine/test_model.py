@@ -21,15 +21,6 @@ from services.engine.state import State
 IDS = torch.randint(20, 4096, (70,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """torch's own threads spin while they wait for one another: on a busy machine that takes most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def experts(demo_store: Store) -> Iterator[RecordedExperts]:
     experts = RecordedExperts(demo_store, slots=10_000)

@@ -24,14 +24,6 @@ from services.tools.passages import PASSAGES
 CAUGHT = 10 * parity.MEAN_KL_BAR
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def expected(demo_checkpoint: Path) -> dict[str, parity.Expected]:
     reference, tokenizer = oracle.load(demo_checkpoint), oracle.tokenizer(demo_checkpoint)
