@@ -23,6 +23,7 @@ SUBCOMMANDS = {
     "health": Subcommand("services.tools.health", "ask an engine or an api whether it is ready"),
     "settings": Subcommand("services.tools.settings", "list every setting with its default, unit and meaning"),
     "demo": Subcommand("services.tools.demo", "make the demo's store, unless it is there"),
+    "fetch": Subcommand("services.tools.fetch", "download a checkpoint from a Hugging Face hub or a mirror; resumes"),
     "quantize": Subcommand("services.tools.quantize", "a BF16 checkpoint to the ModelOpt NVFP4/FP8 layout"),
     "repack": Subcommand("services.tools.repack", "a checkpoint to the store that the engine reads"),
     "bench": Subcommand("services.tools.bench", "measure a part of the engine on this machine"),
