@@ -42,10 +42,11 @@ def library() -> Path:
     try:
         path, version = compiler()
     except BuildError:
-        ready = sorted(_folder().glob(f"libthimble-{_hash_of_sources(sources)}-*.so"))
+        pattern = f"libthimble-{_hash_of_sources(sources)}-*.so"
+        ready = [path for folder in _folders() for path in sorted(folder.glob(pattern))]
         if not ready:
             raise
-        return ready[-1]
+        return ready[0]
     return _built("libthimble", ".so", sources, path, version, ("-shared",), ())
 
 
@@ -67,11 +68,21 @@ def _built(
 ) -> Path:
     """The target appears whole or not at all; one process builds, the others wait for it."""
     how = repr((version, FLAGS, INSTRUCTION_SETS, kind, extra)).replace(str(ROOT), "")
-    target = _folder() / f"{name}-{_hash_of_sources(sources)}-{_hash([how.encode()])}{suffix}"
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with (target.parent / "lock").open("w") as lock:
+    file = f"{name}-{_hash_of_sources(sources)}-{_hash([how.encode()])}{suffix}"
+    beside, cache = _folders()
+    for folder in (beside, cache):
+        if (folder / file).exists():
+            return folder / file
+    target = (beside if os.access(beside if beside.exists() else ROOT, os.W_OK) else cache) / file
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock_file = (target.parent / "lock").open("w")
+    except OSError as error:
+        raise BuildError(
+            f"the C++ library cannot be built: neither {beside} nor {target.parent} can be written ({error.strerror}). "
+            "Build it ahead of time with `python -m kernels.build`, or set XDG_CACHE_HOME to a writable folder"
+        ) from error
+    with lock_file as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if target.exists():
             return target
@@ -124,13 +135,10 @@ def _hash_of_sources(sources: list[Path]) -> str:
     return _hash(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes() for file in files)
 
 
-def _folder() -> Path:
-    """`.build` beside the code; where that cannot be written, the user's cache."""
-    beside = ROOT / ".build"
-    if os.access(beside if beside.exists() else ROOT, os.W_OK):
-        return beside
+def _folders() -> tuple[Path, Path]:
+    """Where built files may be: `.build` beside the code, and the user's cache, for where the code is read-only."""
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "thimble"
+    return ROOT / ".build", (Path(cache) if cache else Path.home() / ".cache") / "thimble"
 
 
 def _hash(parts: Iterable[bytes]) -> str:

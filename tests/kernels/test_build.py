@@ -67,6 +67,26 @@ def test_where_the_code_is_read_only_the_users_cache_is_used(
     assert build.library().parent == tmp_path / "cache/thimble"
 
 
+def test_a_library_beside_read_only_code_is_used(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image's code and library belong to root; the service runs as somebody else, with or without a compiler."""
+    made = build.library()
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert build.library() == made
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build.library() == made
+
+
+def test_nowhere_to_build(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    (tmp_path / "cache").write_text("a file where a folder is needed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(build.BuildError, match=r"cannot be built: neither .* can be written"):
+        build.library()
+
+
 def test_processes_that_build_at_once_agree(tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels/one.cpp").write_text('extern "C" int one() { return 1; }\n')
