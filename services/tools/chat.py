@@ -4,6 +4,7 @@ Owns the terminal and one conversation. Uses nothing but the standard library, s
 """
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
@@ -61,11 +62,9 @@ class Server:
 
     def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The chunks of one streamed answer. Leaving the iteration early hangs up, and the server stops."""
-        reply = self._reply(
-            "POST", "/chat/completions", body | {"stream": True, "stream_options": {"include_usage": True}}
-        )
-        with reply:
-            for line in reply:
+        body = body | {"stream": True, "stream_options": {"include_usage": True}}
+        with self._reply("POST", "/chat/completions", body) as reply:
+            while line := self._line(reply):
                 if not line.startswith(b"data:"):
                     continue
                 data = line[len(b"data:") :].strip()
@@ -76,6 +75,12 @@ class Server:
                     raise ChatError(chunk["error"]["message"])
                 yield chunk
         raise ChatError("the connection ended in the middle of the answer")
+
+    def _line(self, reply: http.client.HTTPResponse) -> bytes:
+        try:
+            return reply.readline()
+        except (OSError, http.client.HTTPException) as error:
+            raise ChatError(f"the connection broke in the middle of the answer: {error}") from error
 
     def _reply(self, method: str, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
         parts = urlsplit(self.url if "//" in self.url else f"http://{self.url}")
@@ -203,6 +208,9 @@ def run(args: argparse.Namespace) -> int:
     if args.message is not None:
         screen.note(talk.ask(args.message, screen).summary())
         return 0
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  gives `input` line editing and a history
     screen.note(f"{model} at {args.url}. {HELP}")
     while (text := _line()) is not None:
         if text == "/new":
