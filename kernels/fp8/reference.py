@@ -38,12 +38,13 @@ def quantise(weights: Tensor, choose: Choice = "mse") -> tuple[Tensor, Tensor]:
     if choose == "mse":
         errors = [_squared_error(weights, fitting * factor) for factor in _FACTORS]
         scale = fitting * _FACTORS[errors.index(min(errors))]
-    return _encode(weights, scale), scale
+    return encode(weights, scale), scale
 
 
-def _encode(weights: Tensor, scale: Tensor) -> Tensor:
+def encode(weights: Tensor, scale: Tensor) -> Tensor:
+    """float32 -> E4M3 of the same shape: nearest to weights / scale, ties to even, clamped to the largest."""
     return (weights / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def _squared_error(weights: Tensor, scale: Tensor) -> float:
-    return float((dequantise(_encode(weights, scale), scale) - weights).square().sum(dtype=torch.float64))
+    return float((dequantise(encode(weights, scale), scale) - weights).square().sum(dtype=torch.float64))

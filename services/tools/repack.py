@@ -1,10 +1,11 @@
-"""Repack a checkpoint into the store that the engine reads. Resumes after a kill; never changes a value.
+"""Repack a checkpoint into the store that the engine reads. Resumes after a kill; changes no value unless told to.
 
     STORE/experts.bin      grows batch by batch; each batch is on the disk before the journal says so
     STORE/repack.journal   a line for the source, then one for each batch: what the manifest will say of its blocks
     STORE/manifest.json    written last and at once: a folder without it is not a store
 
-The bytes of a store are in services/engine/experts/store.py and kernels/block.py; this file owns the journey.
+The bytes of a store are in services/engine/experts/store.py and kernels/block.py, its dense file is written by
+repack_dense.py, compared by repack_check.py; this file owns the journey.
 """
 
 import argparse
@@ -26,10 +27,12 @@ from kernels.block import Bytes
 from services.engine.checkpoint import Checkpoint, weight_files
 from services.engine.errors import CheckpointError, DiskError
 from services.engine.experts import store as layout
-from services.engine.experts.store import Block, DenseFile, Store
-from services.engine.tensorfile import DTYPES, header_bytes, write_file
-from services.engine.weights import FLOATS, Linear, check_scale, check_values, expert_name, read_linear
+from services.engine.experts.store import Block, Store
+from services.engine.tensorfile import write_file
+from services.engine.weights import Linear, expert_name, read_linear
+from services.tools import disk_speed, figures, repack_check, repack_dense
 from services.tools.progress import Progress
+from services.tools.repack_dense import Dense
 
 _BATCH_BYTES = 64 << 20
 _SPARE_BYTES = 64 << 20  # for the manifest, the text files and the file system's own needs
@@ -39,23 +42,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, help="folder with config.json and safetensors files")
     parser.add_argument("store", type=Path, help="folder for the store; made if it does not exist")
     parser.add_argument("--replace", action="store_true", help="replace a finished store that is there")
+    parser.add_argument(
+        "--dense",
+        choices=("as-is", "fp8"),
+        default="as-is",
+        help="fp8: round the large linears that are not quantised to FP8, so that they take half the memory; this "
+        "CHANGES THE WEIGHTS (default: as-is)",
+    )
+    parser.add_argument(
+        "--verify", type=int, default=0, metavar="N", help="compare N random experts with the checkpoint, byte for byte"
+    )
+    parser.add_argument(
+        "--record", type=Path, metavar="CSV", help="measure a plain copy of the same files too; append repack.over_disk"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     start = time.monotonic()
-    store = repack(args.checkpoint, args.store, replace=args.replace, say=print)
+    files = weight_files(args.checkpoint) if args.record else []
+    disk_speed.forget(files)
+    store = repack(args.checkpoint, args.store, replace=args.replace, dense=args.dense, say=print)
+    seconds = time.monotonic() - start
     size = store.experts_path.stat().st_size + store.dense_file.size_bytes
-    print(f"{args.store}: {size / 1e9:.2f} GB, model {store.fingerprint}, {time.monotonic() - start:.1f} s")
+    print(f"{args.store}: {size / 1e9:.2f} GB, model {store.fingerprint}, {seconds:.1f} s")
+    if args.verify:
+        compared = repack_check.check(args.checkpoint, args.store, args.verify)
+        print(f"{args.store}: {compared} random experts are the checkpoint's, byte for byte")
+    if args.record:
+        plain = disk_speed.copy_rate(files, args.store / "copy.part")
+        ours = sum(path.stat().st_size for path in files) / seconds
+        print(f"repacked at {ours / 1e6:.0f} MB/s, a plain copy of the same files runs at {plain / 1e6:.0f} MB/s")
+        note = f"{args.checkpoint.resolve().name}, {size / 1e9:.2f} GB, copy {plain / 1e6:.0f} MB/s"
+        figures.append(args.record, "repack.over_disk", ours / plain, "", note)
     return 0
 
 
-def repack(checkpoint: Path, folder: Path, *, replace: bool = False, say: Callable[[str], None]) -> Store:
+def repack(
+    checkpoint: Path, folder: Path, *, replace: bool = False, dense: Dense = "as-is", say: Callable[[str], None]
+) -> Store:
     """Make (or go on making, or just open) the store of `checkpoint` in `folder`.
 
     Raises CheckpointError, StoreError or DiskError. `replace` allows a finished store of something else to be replaced.
     """
     source = Checkpoint.open(checkpoint)
-    key = _source_key(source)
+    key = _source_key(source, dense)
     if (folder / layout.MANIFEST).exists() and not replace:
         return _finished(folder, key)
     try:
@@ -65,7 +95,7 @@ def repack(checkpoint: Path, folder: Path, *, replace: bool = False, say: Callab
                 fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise DiskError(f"{folder}: another thimble repack is writing there; wait for it or stop it") from error
-            _make(source, folder, journal, key, say)
+            _make(source, folder, journal, key, dense, say)
             (folder / layout.JOURNAL).unlink()
     except OSError as error:
         raise DiskError(f"{folder}: {error.strerror or error}; free space there or choose another folder") from error
@@ -76,13 +106,15 @@ def _finished(folder: Path, key: str) -> Store:
     store = Store.open(folder)
     if store.source.get("key") != key:
         raise DiskError(
-            f"{folder}: holds a finished store of another checkpoint ({store.source.get('folder')!r}) or of older "
-            f"files; choose another folder, or --replace to make it again"
+            f"{folder}: holds a finished store of another checkpoint ({store.source.get('folder')!r}), of older "
+            f"files, or was made with another --dense; choose another folder, or --replace to make it again"
         )
     return store
 
 
-def _make(source: Checkpoint, folder: Path, journal: IO[bytes], key: str, say: Callable[[str], None]) -> None:
+def _make(
+    source: Checkpoint, folder: Path, journal: IO[bytes], key: str, dense: Dense, say: Callable[[str], None]
+) -> None:
     (folder / layout.MANIFEST).unlink(missing_ok=True)
     experts_path = folder / layout.EXPERTS
     blocks = _read_journal(journal, experts_path, key, source.config.block.block_bytes)
@@ -94,7 +126,9 @@ def _make(source: Checkpoint, folder: Path, journal: IO[bytes], key: str, say: C
         if count:
             say(f"{count} {what} tensors are left out of the store")
     _write_experts(source, experts_path, journal, blocks)
-    dense = _write_dense(source, folder / layout.DENSE)
+    if dense == "fp8":
+        say(f"--dense fp8 changes the weights: {len(repack_dense.rounded(source))} linears are rounded to FP8")
+    dense_file = repack_dense.write(source, folder / layout.DENSE, dense)
     absent = [name for name in layout.TEXT_FILES if not (source.folder / name).exists()]
     if absent:
         say(f"note: the checkpoint has no {', '.join(absent)}; the api cannot serve a store without them")
@@ -102,16 +136,21 @@ def _make(source: Checkpoint, folder: Path, journal: IO[bytes], key: str, say: C
         shutil.copyfile(source.folder / name, folder / name)
     count = source.config.experts
     by_layer = [blocks[i : i + count] for i in range(0, len(blocks), count)]
-    described = {"folder": source.folder.resolve().name, "architecture": source.architecture, "key": key}
+    described = {
+        "folder": source.folder.resolve().name,
+        "architecture": source.architecture,
+        "key": key,
+        "dense": dense,
+    }
     unfinished = folder / f"{layout.MANIFEST}.part"
-    write_file(unfinished, [layout.manifest_bytes(source.config, by_layer, dense, described)])
+    write_file(unfinished, [layout.manifest_bytes(source.config, by_layer, dense_file, described)])
     os.replace(unfinished, folder / layout.MANIFEST)
     _flush_folder(folder)
 
 
-def _source_key(source: Checkpoint) -> str:
-    """Changes when a file of the checkpoint does; cheap enough for 80 GB."""
-    digest = hashlib.sha256(json.dumps(source.config.to_json(), sort_keys=True).encode())
+def _source_key(source: Checkpoint, dense: Dense) -> str:
+    """Changes when a file of the checkpoint does, or what is done with it; cheap enough for 80 GB."""
+    digest = hashlib.sha256(dense.encode() + json.dumps(source.config.to_json(), sort_keys=True).encode())
     for path in weight_files(source.folder):
         status = path.stat()
         digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
@@ -121,7 +160,7 @@ def _source_key(source: Checkpoint) -> str:
 def _check_space(source: Checkpoint, folder: Path, blocks_there: int) -> None:
     config = source.config
     experts = (len(config.moe_layers) * config.experts - blocks_there) * config.block.block_bytes
-    dense = sum(source.tensors[name].size_bytes for name in _dense_names(source))
+    dense = sum(source.tensors[name].size_bytes for name in repack_dense.names(source))
     needed, free = experts + dense + _SPARE_BYTES, shutil.disk_usage(folder).free
     if free < needed:
         raise DiskError(
@@ -187,29 +226,6 @@ def _bytes(linear: Linear) -> tuple[Bytes, Bytes]:
 def _scale_2(linear: Linear) -> float:
     assert linear.weight_scale_2 is not None
     return float(linear.weight_scale_2)
-
-
-def _dense_names(source: Checkpoint) -> list[str]:
-    return [name for name in source.tensors if ".mixer.experts." not in name]
-
-
-def _write_dense(source: Checkpoint, path: Path) -> DenseFile:
-    entries = {name: source.tensors[name] for name in _dense_names(source)}
-    for name, entry in entries.items():
-        if name.endswith(("_scale", "_scale_2")):
-            check_scale(name, entry.read())
-    start, order = header_bytes({name: (entry.dtype, entry.shape) for name, entry in entries.items()})
-
-    def pieces() -> Iterator[bytes]:
-        yield start
-        for name in order:
-            for chunk in entries[name].chunks():
-                if entries[name].dtype in (*FLOATS, "F8_E4M3"):
-                    check_values(name, torch.frombuffer(bytearray(chunk), dtype=DTYPES[entries[name].dtype]))
-                yield chunk
-
-    size, digest = write_file(path, pieces())
-    return DenseFile(size, int(digest, 16))
 
 
 def _read_journal(journal: IO[bytes], experts_path: Path, key: str, block_bytes: int) -> list[Block]:

@@ -117,7 +117,7 @@ def child(store, kill_at):
             self.file.flush()
             step()
     make = module._make
-    module._make = lambda source, folder, journal, key, say: make(source, folder, Journal(journal), key, say)
+    module._make = lambda source, folder, journal, *rest: make(source, folder, Journal(journal), *rest)
     for name in ("fdatasync", "fsync", "replace", "truncate"):
         setattr(os, name, stepped(getattr(os, name)))
     said = []
@@ -161,7 +161,7 @@ def test_killed_anywhere_and_resumed_it_is_the_same_store(checkpoint: Path, tmp_
 def stopped_half_way(checkpoint: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(module, "_BATCH_BYTES", 3 * 4096)
-        patch.setattr(module, "_write_dense", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(module.repack_dense, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             repack(checkpoint, store, say=quiet)
     assert not (store / "manifest.json").exists()
