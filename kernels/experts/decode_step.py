@@ -56,6 +56,7 @@ class ExpertStep:
     tokens: int
     top_k: int
     device: torch.device
+    splits: int = DOWN_SPLITS
 
     def __post_init__(self) -> None:
         latent, width = self.layout.latent, self.layout.width
@@ -86,7 +87,7 @@ class ExpertStep:
         self.touched_count = new(self.items, dtype=torch.int32)
         self.y_factor = new(self.items, self.tokens, dtype=torch.float32)
         self.y = new(self.items, self.tokens, latent, dtype=torch.float32)
-        self.partial = new(self.items, self.tokens, DOWN_SPLITS, latent, dtype=torch.int64)
+        self.partial = new(self.items, self.tokens, self.splits, latent, dtype=torch.int64)
 
     def launch(self, whole_groups: bool = False) -> None:
         """Queue the whole step on the current stream."""
@@ -138,7 +139,7 @@ class ExpertStep:
         )
 
     def launch_down(self, first: int, items: int, whole_groups: bool = False, warps: int = 4) -> None:
-        decode.down_kernel[(DOWN_SPLITS, items)](
+        decode.down_kernel[(self.splits, items)](
             first,
             self.table,
             self.count,
@@ -151,7 +152,7 @@ class ExpertStep:
             LATENT=self.layout.latent,
             WIDTH=self.layout.width,
             TOKENS=self.tokens,
-            SPLITS=DOWN_SPLITS,
+            SPLITS=self.splits,
             WHOLE_GROUPS=whole_groups,
             num_warps=warps,
         )
@@ -166,7 +167,7 @@ class ExpertStep:
             self.y,
             LATENT=self.layout.latent,
             TOKENS=self.tokens,
-            SPLITS=DOWN_SPLITS,
+            SPLITS=self.splits,
             TILE=tile,
             num_warps=2,
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.experts.decode_step import ExpertStep
+from kernels.experts.decode_step import DOWN_SPLITS, ExpertStep
 from kernels.experts.device.turns import TIMEOUT_NS, HandoffError, Route, SharedSlots, Turns
 
 Tensor = torch.Tensor
@@ -22,6 +22,8 @@ class Method:
     waves: int = 1
     whole_groups: bool = False
     timeout_ns: int = TIMEOUT_NS
+    splits: int = DOWN_SPLITS
+    lanes: int = 2
 
 
 class Rig:
@@ -37,10 +39,10 @@ class Rig:
         layout = slots.host.catalog.layout
         self.method = method
         self.layers = layers
-        self.step = ExpertStep(layout, tokens * top_k, tokens, top_k, device)
+        self.step = ExpertStep(layout, tokens * top_k, tokens, top_k, device, method.splits)
         self.turns = Turns(slots, self.step, method.waves, method.timeout_ns)
         if method.route is not Route.IN_PLACE:
-            self.turns.copy_through(method.route)
+            self.turns.copy_through(method.route, method.lanes)
         self.turns.share(method.share, initial=share)
         self.ids = torch.zeros(layers, tokens, top_k, dtype=torch.int32, device=device)
         self.x = torch.zeros(layers, tokens, layout.latent, device=device)
