@@ -79,7 +79,11 @@ class BlockLayout:
         block = np.zeros(self.block_bytes, np.uint8)
         block[: self.up_scales] = up_weight.reshape(-1)
         block[self.up_scales : self.down_values] = up_scale.reshape(-1)
-        block[self.down_values : self.down_scales] = _repack_nibbles(_split_nibbles(down_weight).T).reshape(-1)
+        rows = block[self.down_values : self.down_scales].reshape(self.width, self.latent // 2)
+        # Two outputs and two neurons at a time: their four codes trade places within two bytes, bytes are transposed.
+        first, second = down_weight[0::2], down_weight[1::2]
+        rows[0::2] = (first & 15 | second << 4).T
+        rows[1::2] = (first >> 4 | second & 0xF0).T
         block[self.down_scales : self.used_bytes] = down_scale.T.reshape(-1)
         return block
 
