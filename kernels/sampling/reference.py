@@ -19,22 +19,29 @@ class LogitsError(ValueError):
     """Logits that no id can be drawn from: NaN, +inf, or nothing but -inf."""
 
 
-def sample(logits: Tensor, temperature: float, top_p: float, seed: int, position: int) -> int:
+def sample(
+    logits: Tensor, temperature: float, top_p: float, seed: int, position: int, top_k: int = 0, min_p: float = 0.0
+) -> int:
     """One id. logits float32 [V]; -inf forbids an id. `seed` and `position` are 64-bit.
 
     Temperature 0 is greedy, of equal logits the lowest id. Else ids are ordered by probability (of equal ones the
-    lowest id first), the shortest run that holds `top_p` of it is kept, at least one id, and one is drawn from it.
+    lowest id first); the first `top_k` of them (0: all) that are at least `min_p` times as probable as the first stay;
+    the shortest run that holds `top_p` of what stayed is kept, at least one id, and one is drawn from it.
     Raises LogitsError.
     """
     assert temperature >= 0
     assert 0 < top_p <= 1
+    assert top_k >= 0
+    assert 0 <= min_p <= 1
     top = logits.max()
     if not torch.isfinite(top):  # the maximum of anything with a NaN is NaN
         raise LogitsError(f"the largest logit is {top.item()}: the model's output is not usable")
     if temperature == 0:
         return int((logits == top).nonzero()[0])
     ordered, ids = torch.sort(logits, descending=True, stable=True)
-    mass = exp((ordered - top).double() / temperature).double().cumsum(0)
+    share = exp((ordered - top).double() / temperature).double()
+    stay = min(top_k or len(share), int((share >= min_p).sum()))  # the first share is 1
+    mass = share[:stay].cumsum(0)
     kept = int(torch.searchsorted(mass, mass[-1] * top_p)) + 1
     drawn = uniform(seed, position) * mass[kept - 1]
     return int(ids[int(torch.searchsorted(mass[:kept], drawn, right=True))])

@@ -11,14 +11,14 @@ from typing import Any
 
 from services.api.client import Generation
 from services.api.errors import ApiError, EngineFailed
+from services.api.logprobs import entry
+from services.api.messages import ToolCall
 from services.api.metrics import Metrics
 from services.api.model_folder import ModelFolder
 from services.api.parsers.answer import AnswerParser, Content, Delta, Reasoning
 from services.api.parsers.tool_calls import CallStart
 from services.api.saving import Dialog, Saving
-from services.api.schemas import ChatRequest, ToolCall
 from services.api.snapshots import Plan, Snapshots
-from services.api.templates import Prompt
 from services.api.tokens import Detokenizer
 from services.rpc import engine_pb2 as pb
 
@@ -78,14 +78,14 @@ class Message:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, rendered and planned."""
+    """A request, rendered and planned. The first three are what its dialog was rendered from."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Any]
     options: Mapping[str, Any]
-    prompt: Prompt
     plan: Plan
-    request: ChatRequest
+    parser: AnswerParser
+    logprobs: bool
     began: float  # time.perf_counter() when it came
 
 
@@ -103,15 +103,16 @@ class Answer:
         metrics: Metrics,
     ) -> None:
         self.message = Message()
+        self.logprobs: list[dict[str, Any]] = []  # of the content's tokens so far, if they were asked for
         self.fingerprint = info.arithmetic_fingerprint[:16]
         self._snapshots = snapshots
         self._saving = saving
         self._metrics = metrics
         self._asked = asked
-        self._generation = generation
+        self.generation = generation
         self._last_token: float | None = None
-        schemas = {tool.function.name: tool.function.parameters or {} for tool in asked.request.usable_tools}
-        self._parser = AnswerParser(asked.prompt.starts_thinking, schemas or None, asked.request.stops)
+        self._parser = asked.parser
+        self._tokenizer = folder.tokenizer
         self._detokenizer = Detokenizer(folder.tokenizer)
         self._stop_ids = frozenset(folder.defaults.stop_ids)
         self._ids: list[int] = []  # sampled, without the stop id
@@ -125,12 +126,12 @@ class Answer:
         self._metrics.in_progress.inc()
         finish: pb.Finish | None = None
         try:
-            async for message in self._generation.messages():
+            async for message in self.generation.messages():
                 kind = message.WhichOneof("message")
                 if kind == "restore":
                     await self._restore(message.restore)
                 elif kind == "token":
-                    for delta in self._token(message.token.id):
+                    for delta in self._token(message.token):
                         yield delta
                     if self._parser.stopped:
                         finish = await self._stop()
@@ -156,20 +157,22 @@ class Answer:
     def close(self) -> None:
         """Give the answer up, if it is not complete; also if its events were never begun."""
         if not self._handed_over:
-            self._generation.cancel()
+            self.generation.cancel()
 
-    def _token(self, token_id: int) -> list[Delta]:
+    def _token(self, token: pb.Token) -> list[Delta]:
         now = time.perf_counter()
         if self._last_token is None:
             self._metrics.ttft.observe(now - self._asked.began)
         else:
             self._metrics.itl.observe(now - self._last_token)
         self._last_token = now
-        if token_id in self._stop_ids:
+        if token.id in self._stop_ids:
             return []
-        self._ids.append(token_id)
+        self._ids.append(token.id)
         self._reasoning_tokens += self._parser.thinking
-        deltas = self._parser.feed(self._detokenizer.feed(token_id))
+        if self._asked.logprobs and not self._parser.thinking:
+            self.logprobs.append(entry(self._tokenizer, token))
+        deltas = self._parser.feed(self._detokenizer.feed(token.id))
         for delta in deltas:
             self.message.add(delta)
         return deltas
@@ -177,10 +180,10 @@ class Answer:
     async def _restore(self, restore: pb.Restore) -> None:
         source, plan = pb.Restore.Source.Name(restore.source), self._asked.plan
         if restore.source == pb.Restore.SEND:
-            sent = await self._generation.send_payload(self._snapshots.payload(plan, restore.state.state_id))
+            sent = await self.generation.send_payload(self._snapshots.payload(plan, restore.state.state_id))
             self._sent_whole = sent == restore.state.size_bytes
             if not self._sent_whole:
-                await self._generation.half_close()  # it cannot be had any more: the prompt is read from its beginning
+                await self.generation.half_close()  # it cannot be had any more: the prompt is read from its beginning
             return
         self._metrics.lookups[source.lower(),].inc()
         if restore.source == pb.Restore.REFUSED:
@@ -194,9 +197,9 @@ class Answer:
         """A stop string was found: let the engine end the answer, so that the prompt's snapshots are not lost."""
         try:
             async with asyncio.timeout(STOP_GRACE_S):
-                if not await self._generation.stop():
+                if not await self.generation.stop():
                     return None
-                async for message in self._generation.messages():
+                async for message in self.generation.messages():
                     if message.WhichOneof("message") == "finish":
                         return message.finish
         except (ApiError, TimeoutError):
@@ -235,4 +238,4 @@ class Answer:
         if asked.plan.keep_answer and not self._parser.stopped:
             messages = [*asked.messages, self.message.for_template()]
             dialog = Dialog(messages, asked.tools, asked.options, tuple(self._ids))
-        self._saving.take(asked.plan, self._generation, dialog, finish.taken)
+        self._saving.take(asked.plan, self.generation, dialog, finish.taken)

@@ -1,20 +1,25 @@
-"""From a chat request to an answer under way: template, stored states, limits, sampling, the engine's yes. Owns what a
+"""From a request to answers under way: template, stored states, limits, sampling, the engine's yes. Owns what a
 request means for the engine; answer.py owns what follows.
 """
 
 import asyncio
-import secrets
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from services.api.answer import Answer, Asked
+from services.api.choices import Choices
 from services.api.client import Engines
-from services.api.errors import ContextTooLong
+from services.api.errors import ContextTooLong, Unsupported
 from services.api.metrics import Metrics
 from services.api.model_folder import ModelFolder, thinks
+from services.api.parsers.answer import AnswerParser
+from services.api.parsers.reasoning import CALL, CLOSE
+from services.api.sampling import Sampling
 from services.api.saving import Saving
 from services.api.schemas import ChatRequest
 from services.api.snapshots import Plan, Snapshots
+from services.api.templates import Prompt
 from services.rpc import engine_pb2 as pb
 
 EFFORTS = {"none": False, "minimal": True, "low": True, "medium": True, "high": True}
@@ -41,27 +46,67 @@ class Chats:
         self._default_max_tokens = default_max_tokens
         self._timeout_s = timeout_s
 
-    async def open(self, request: ChatRequest, request_id: str) -> "Answer":
-        """Everything up to the engine's yes. Raises ApiError for what can be known by then."""
+    async def open(self, request: ChatRequest, request_id: str, prefix: str = "chatcmpl-") -> Choices:
+        """Everything up to the engine's yes. Raises ApiError for what can be known by then. `prefix` begins the id."""
+
+        async def open_answer(choice: int) -> Answer:
+            return await self._open_answer(request, request_id, choice)
+
+        return Choices(await open_answer(0), request.n or 1, open_answer, prefix)
+
+    async def render(self, request: ChatRequest, info: pb.InfoResponse) -> Prompt:
+        """The dialog as the model reads it. Raises ModelNotFound and TemplateRefused."""
+        messages, tools, options = self._parts(request, info)
+        return await asyncio.to_thread(self.folder.template.prompt, messages, tools, options)
+
+    async def _open_answer(self, request: ChatRequest, request_id: str, choice: int) -> Answer:
         began = time.perf_counter()
         engine, info = await self.engines.pick()
-        options = template_options(request, thinks(request.model, info.model))
-        messages = [message.for_template() for message in request.messages]
-        tools = [tool.model_dump(exclude_none=True) for tool in request.usable_tools]
-        prompt = await asyncio.to_thread(self.folder.template.prompt, messages, tools, options)
+        prompt = await self.render(request, info)
         plan = await self.snapshots.plan(prompt, info)
         self.metrics.prompt_s.observe(time.perf_counter() - began)
-        start = self._start(request, request_id, plan, info)
+        logprobs = pb.Logprobs(top=request.top_logprobs or 0) if request.logprobs else None
+        thinking = self._thinking(request, prompt)
+        start = self._start(request, request_id, plan, info, choice, logprobs, thinking)
         generation = engine.generate(self._timeout_s)
         try:
             await generation.start(start)
         except BaseException:
             generation.cancel()
             raise
-        asked = Asked(messages, tools, options, prompt, plan, request, began)
+        schemas = {tool.function.name: tool.function.parameters or {} for tool in request.usable_tools}
+        parser = AnswerParser(prompt.starts_thinking, schemas or None, request.stops)
+        asked = Asked(*self._parts(request, info), plan, parser, bool(request.logprobs), began)
         return Answer(asked, generation, info, self.folder, self.snapshots, self.saving, self.metrics)
 
-    def _start(self, request: ChatRequest, request_id: str, plan: Plan, info: pb.InfoResponse) -> pb.Start:
+    def _parts(self, request: ChatRequest, info: pb.InfoResponse) -> tuple[list[Any], list[Any], Mapping[str, Any]]:
+        messages = [message.for_template() for message in request.messages]
+        tools = [tool.model_dump(exclude_none=True) for tool in request.usable_tools]
+        return messages, tools, template_options(request, thinks(request.model, info))
+
+    def _thinking(self, request: ChatRequest, prompt: Prompt) -> pb.Thinking | None:
+        """What ends the thinking that the prompt begins; None without any."""
+        if not prompt.starts_thinking:
+            return None
+        added = self.folder.tokenizer.added
+        if CLOSE not in added:
+            if request.thinking_budget is None:
+                return None
+            raise Unsupported(f"this model has no token {CLOSE}: its thinking cannot be limited", "thinking_budget")
+        ends = [CLOSE, CALL] if request.usable_tools else [CLOSE]
+        end_ids = [added[end].id for end in ends if end in added]
+        return pb.Thinking(end_ids=end_ids, budget_tokens=request.thinking_budget)
+
+    def _start(
+        self,
+        sampling: Sampling,
+        request_id: str,
+        plan: Plan,
+        info: pb.InfoResponse,
+        choice: int,
+        logprobs: pb.Logprobs | None,
+        thinking: pb.Thinking | None,
+    ) -> pb.Start:
         room = info.context_tokens - len(plan.ids)
         if room < 1:
             raise ContextTooLong(
@@ -70,21 +115,20 @@ class Chats:
                 "messages",
             )
         defaults = self.folder.defaults
-        wanted = request.max_completion_tokens or request.max_tokens or self._default_max_tokens or room
+        max_tokens = min(sampling.longest or self._default_max_tokens or room, room)
         return pb.Start(
             request_id=request_id,
             ids=plan.ids,
-            max_tokens=min(wanted, room),
-            sampling=pb.Sampling(
-                temperature=defaults.temperature if request.temperature is None else request.temperature,
-                top_p=defaults.top_p if request.top_p is None else request.top_p,
-                seed=secrets.randbits(64) if request.seed is None else request.seed % 2**64,
-            ),
+            max_tokens=max_tokens,
+            sampling=sampling.message(defaults, info.vocab_size, choice),
             stop_ids=defaults.stop_ids,
             snapshot_at=list(plan.keep),
             snapshot_answer=plan.keep_answer,
             offers=plan.refs(),
             heads_only=plan.heads_only,
+            min_tokens=sampling.least(max_tokens),
+            logprobs=logprobs,
+            thinking=thinking,
         )
 
 

@@ -1,6 +1,7 @@
 """The model's text side, read once at start from a folder: tokenizer, chat template, defaults of generation. Owns the
 meaning of generation_config.json and of the model ids that clients choose from; the engine owns everything else."""
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +9,10 @@ from pathlib import Path
 from services.api.errors import ModelFolderError, ModelNotFound
 from services.api.templates import ChatTemplate, load_template
 from services.api.tokens import TextTokenizer, load_tokenizer
+from services.rpc import engine_pb2 as pb
 
 THINK_SUFFIX = "-think"
+DOCUMENT_SUFFIX = "-doc"  # pictures at the largest resolution
 
 
 @dataclass(frozen=True)
@@ -38,14 +41,18 @@ def load_model_folder(folder: Path) -> ModelFolder:
     return ModelFolder(tokenizer, load_template(folder, tokenizer), _load_defaults(folder / "generation_config.json"))
 
 
-def model_ids(model: str) -> dict[str, bool]:
-    """The ids a model is offered under -> whether it thinks."""
-    return {model: False, model + THINK_SUFFIX: True}
+def model_ids(info: pb.InfoResponse) -> dict[str, bool]:
+    """The ids a model is offered under -> whether it thinks. Those for documents only if it sees pictures."""
+    suffixes = ("", DOCUMENT_SUFFIX) if info.vision else ("",)
+    return {
+        info.model + think + document: bool(think)
+        for document, think in itertools.product(suffixes, ("", THINK_SUFFIX))
+    }
 
 
-def thinks(model_id: str, model: str) -> bool:
+def thinks(model_id: str, info: pb.InfoResponse) -> bool:
     """Raises ModelNotFound, which lists what there is."""
-    ids = model_ids(model)
+    ids = model_ids(info)
     if model_id not in ids:
         raise ModelNotFound(f"the model {model_id!r} does not exist; there are: {', '.join(ids)}", "model")
     return ids[model_id]

@@ -1,69 +1,105 @@
 """The shape of what a client gets: OpenAI's chat completion objects, whole and in chunks. Owns names of fields only."""
 
-import secrets
 import time
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
-from services.api.answer import Answer, Done, Usage
+from services.api.answer import Done, Usage
+from services.api.choices import Choices
 from services.api.parsers.answer import Content, Delta, Reasoning
 from services.api.parsers.tool_calls import CallStart
 
+Number = TypeVar("Number", int, float)
+
 
 class ChatReply:
-    """All objects of one answer share an id and a time."""
+    """All objects of one request share an id and a time. Choices are named by their number."""
 
-    def __init__(self, model: str, answer: Answer, include_usage: bool) -> None:
-        self._answer = answer
+    def __init__(self, model: str, choices: Choices, include_usage: bool, logprobs: bool) -> None:
+        self._choices = choices
         self._include_usage = include_usage
+        self._logprobs = logprobs
+        self._told_logprobs = [0] * choices.count
         self._head = {
-            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "id": choices.id,
             "created": int(time.time()),
             "model": model,
-            "system_fingerprint": answer.fingerprint,
+            "system_fingerprint": choices.answers[0].fingerprint,
         }
 
-    def first(self) -> dict[str, Any]:
-        return self._chunk({"role": "assistant", "content": ""})
+    def first(self, index: int) -> dict[str, Any]:
+        return self._chunk(index, {"role": "assistant", "content": ""})
 
-    def piece(self, delta: Delta) -> dict[str, Any]:
+    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
         if isinstance(delta, Content):
-            return self._chunk({"content": delta.text})
+            return self._chunk(index, {"content": delta.text})
         if isinstance(delta, Reasoning):
             # Two names are in use among clients, and each reads only its own.
-            return self._chunk({"reasoning_content": delta.text, "reasoning": delta.text})
+            return self._chunk(index, {"reasoning_content": delta.text, "reasoning": delta.text})
         if isinstance(delta, CallStart):
             function = {"name": delta.name, "arguments": ""}
             call = {"index": delta.index, "id": delta.id, "type": "function", "function": function}
-            return self._chunk({"tool_calls": [call]})
-        return self._chunk({"tool_calls": [{"index": delta.index, "function": {"arguments": delta.json}}]})
+            return self._chunk(index, {"tool_calls": [call]})
+        return self._chunk(index, {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.json}}]})
 
-    def last(self, done: Done) -> list[dict[str, Any]]:
-        """The chunk that says why it ended, and the usage if the client asked for it."""
-        chunks = [self._chunk({}, done.finish_reason) | {"timings": timings(done.usage)}]
-        if self._include_usage:
-            chunks.append(self._chunk({}) | {"choices": [], "usage": usage(done.usage)})
-        return chunks
+    def last(self, index: int, done: Done) -> dict[str, Any]:
+        """The chunk that says why a choice ended."""
+        return self._chunk(index, {}, done.finish_reason) | {"timings": timings(done.usage)}
 
-    def whole(self, done: Done) -> dict[str, Any]:
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": self._answer.message.content or None,
-            "refusal": None,
-        }
-        if not self._answer.message.calls:
-            message["content"] = self._answer.message.content
-        if self._answer.message.reasoning:
-            message |= dict.fromkeys(("reasoning_content", "reasoning"), self._answer.message.reasoning)
-        if self._answer.message.calls:
-            message["tool_calls"] = self._answer.message.calls
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": done.finish_reason}
-        extras = {"choices": [choice], "usage": usage(done.usage), "timings": timings(done.usage)}
+    def ending(self, counts: Usage) -> list[dict[str, Any]]:
+        """The usage, if the client asked for it: no choices, nothing after it."""
+        return [self._chunk(0, {}) | {"choices": [], "usage": usage(counts)}] if self._include_usage else []
+
+    def whole(self, dones: Sequence[Done]) -> dict[str, Any]:
+        choices = [self._choice(index, done) for index, done in enumerate(dones)]
+        counts = together([done.usage for done in dones])
+        extras = {"choices": choices, "usage": usage(counts), "timings": timings(counts)}
         return {"object": "chat.completion", **self._head, **extras}
 
-    def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def _choice(self, index: int, done: Done) -> dict[str, Any]:
+        said = self._choices.answers[index].message
+        message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
+        if said.reasoning:
+            message |= dict.fromkeys(("reasoning_content", "reasoning"), said.reasoning)
+        if said.calls:
+            message |= {"content": said.content or None, "tool_calls": said.calls}
+        logprobs = self._new_logprobs(index)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": done.finish_reason}
+
+    def _chunk(self, index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+        logprobs = self._new_logprobs(index)
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         chunk = {"object": "chat.completion.chunk", **self._head, "choices": [choice]}
         return chunk | {"usage": None} if self._include_usage else chunk
+
+    def _new_logprobs(self, index: int) -> dict[str, Any] | None:
+        """Those not told yet: text may be held back for a while, and its tokens come with the text that follows."""
+        if not self._logprobs or index >= len(self._choices.answers):
+            return None
+        found = self._choices.answers[index].logprobs[self._told_logprobs[index] :]
+        self._told_logprobs[index] += len(found)
+        return {"content": found, "refusal": None}
+
+
+def together(counts: Sequence[Usage]) -> Usage:
+    """The tokens and times of several answers to one prompt, which counts once."""
+    first, *others = counts
+    for other in others:
+        first = replace(
+            first,
+            completion_tokens=first.completion_tokens + other.completion_tokens,
+            reasoning_tokens=first.reasoning_tokens + other.reasoning_tokens,
+            executed_tokens=_sum(first.executed_tokens, other.executed_tokens),
+            queue_s=_sum(first.queue_s, other.queue_s),
+            prefill_s=_sum(first.prefill_s, other.prefill_s),
+            decode_s=_sum(first.decode_s, other.decode_s),
+        )
+    return first
+
+
+def _sum(one: Number | None, other: Number | None) -> Number | None:
+    return None if one is None or other is None else one + other
 
 
 def usage(counts: Usage) -> dict[str, Any]:

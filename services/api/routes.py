@@ -7,13 +7,16 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from services.api.answer import Answer, Done
+from services.api.answer import Done, Usage
 from services.api.chat import Chats
-from services.api.errors import ClientGone, EngineFailed, EngineLost, InvalidRequest
+from services.api.choices import Choices
+from services.api.errors import ClientGone, EngineLost, InvalidRequest
 from services.api.model_folder import model_ids, thinks
-from services.api.replies import ChatReply
-from services.api.schemas import ChatRequest, parse_json, validate
+from services.api.replies import ChatReply, together
+from services.api.schemas import ChatRequest
 from services.api.sse import EventStream, until_gone
+from services.api.validation import parse_json, validate
+from services.rpc import engine_pb2 as pb
 
 router = APIRouter()
 
@@ -25,75 +28,91 @@ _CHAT_BODY = {
 
 @router.post("/v1/chat/completions", openapi_extra=_CHAT_BODY)
 async def chat_completions(request: Request) -> Response:
-    """An answer to a dialog, whole or as a stream of events."""
+    """Answers to a dialog, whole or as a stream of events."""
     chat = validate(ChatRequest, await read_json(request))
-    chats: Chats = request.app.state.chats
-    answer = await chats.open(chat, request.state.request_id)
-    reply = ChatReply(chat.model, answer, bool(chat.stream_options and chat.stream_options.include_usage))
-
-    def gone() -> None:
-        chats.metrics.disconnects.inc()
-        answer.close()
-
+    choices = await request.app.state.chats.open(chat, request.state.request_id)
+    include_usage = bool(chat.stream_options and chat.stream_options.include_usage)
+    reply = ChatReply(chat.model, choices, include_usage, bool(chat.logprobs))
     if chat.stream:
-        ping_interval_s: float = request.app.state.ping_interval_s
-        return EventStream(_chunks(answer, reply), ping_interval_s, request.app.state.on_error, gone)
+        return event_stream(request, choices, _chunks(choices, reply))
+    return JSONResponse(reply.whole(await collect(request, choices)))
+
+
+def event_stream(request: Request, choices: Choices, source: AsyncGenerator[dict[str, Any], None]) -> EventStream:
+    """`source` is made from the events of `choices`, which end with the client."""
+    state = request.app.state
+    return EventStream(source, state.ping_interval_s, state.on_error, lambda: _gone(state.chats, choices))
+
+
+async def collect(request: Request, choices: Choices) -> list[Done]:
+    """The ends of all choices, once they are there. Raises ClientGone."""
+
+    async def ends() -> list[Done]:
+        events = choices.events()
+        try:
+            return [event async for _, event in events if isinstance(event, Done)]
+        finally:
+            await events.aclose()
+
     try:
-        done = await until_gone(request.receive, _collect(answer))
+        return await until_gone(request.receive, ends())
     except ClientGone:
-        gone()
+        _gone(request.app.state.chats, choices)
         raise
-    return JSONResponse(reply.whole(done))
 
 
-async def _chunks(answer: Answer, reply: ChatReply) -> AsyncGenerator[dict[str, Any], None]:
-    events = answer.events()
+def _gone(chats: Chats, choices: Choices) -> None:
+    chats.metrics.disconnects.inc()
+    choices.close()
+
+
+async def _chunks(choices: Choices, reply: ChatReply) -> AsyncGenerator[dict[str, Any], None]:
+    events = choices.events()
+    usages: list[Usage] = []
     try:
-        yield reply.first()
-        async for event in events:
+        yield reply.first(0)
+        begun = 0
+        async for index, event in events:
+            if index > begun:
+                begun = index
+                yield reply.first(index)
             if isinstance(event, Done):
-                for chunk in reply.last(event):
-                    yield chunk
+                usages.append(event.usage)
+                yield reply.last(index, event)
             else:
-                yield reply.piece(event)
+                yield reply.piece(index, event)
+        for chunk in reply.ending(together(usages)):
+            yield chunk
     finally:
         await events.aclose()
-
-
-async def _collect(answer: Answer) -> Done:
-    events = answer.events()
-    try:
-        async for event in events:
-            if isinstance(event, Done):
-                return event
-    finally:
-        await events.aclose()
-    raise EngineFailed("the answer ended without an end")
 
 
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
     """The ids a client can choose from, with the engine's limits."""
     _, info = await request.app.state.chats.engines.pick()
-    data = [_model(model_id, info.context_tokens) for model_id in model_ids(info.model)]
+    data = [_model(model_id, info) for model_id in model_ids(info)]
     return {"object": "list", "data": data}
 
 
 @router.get("/v1/models/{model_id:path}")
 async def model(request: Request, model_id: str) -> dict[str, Any]:
     _, info = await request.app.state.chats.engines.pick()
-    thinks(model_id, info.model)
-    return _model(model_id, info.context_tokens)
+    thinks(model_id, info)
+    return _model(model_id, info)
 
 
-def _model(model_id: str, context_tokens: int) -> dict[str, Any]:
+def _model(model_id: str, info: pb.InfoResponse) -> dict[str, Any]:
     return {
         "id": model_id,
         "object": "model",
         "created": CREATED,
         "owned_by": "thimble",
-        "max_model_len": context_tokens,
-        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        "max_model_len": info.context_tokens,
+        "architecture": {
+            "input_modalities": ["text", "image"] if info.vision else ["text"],
+            "output_modalities": ["text"],
+        },
     }
 
 

@@ -69,6 +69,8 @@ class Call:
             match message.WhichOneof("message"):
                 case "stop":
                     handle.stop()
+                case "stop_thinking":
+                    handle.stop_thinking()
                 case "chunk" if self._upload is not None:
                     self._upload.add(message.chunk.index, message.chunk.data)
                 case kind:

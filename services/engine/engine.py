@@ -2,6 +2,7 @@
 
     handle = engine.submit(request, sink)    the sink gets Restore, Progress, Token, ... and last Finish or Failed
     handle.restore(chunks)                   the answer to Restore(SEND)
+    handle.stop_thinking()                   the next token ends the thinking
     handle.stop()                            ends the answer as if a stop id had been sampled
     handle.cancel()                          always, when done: frees whatever the request still holds
     engine.info, engine.close()
@@ -160,6 +161,10 @@ class Handle:
     def stop(self) -> None:
         """End the answer after the token under way; the end is a Finish, with its snapshots."""
         self._engine.post(Scheduler.stop, self._sequence)
+
+    def stop_thinking(self) -> None:
+        """The next token ends the thinking; nothing happens to an answer that does not think."""
+        self._engine.post(lambda scheduler, sequence: sequence.choosing.stop_thinking(), self._sequence)
 
     def cancel(self) -> None:
         """A request that is not over ends with Failed(CancelledError); a finished one lets go of its snapshots."""

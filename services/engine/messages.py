@@ -2,25 +2,40 @@
 
 from collections.abc import Iterator
 
-from services.engine.request import Finish, Info, Progress, Request, Restore, Snapshot, StateRef, Token
+from services.engine.request import Finish, Info, Progress, Request, Restore, Snapshot, StateRef, Thinking, Token
 from services.rpc import engine_pb2 as pb
 
 
 def request_of(start: pb.Start) -> Request:
-    """Unset top_p (0) is 1; everything else is checked by `Request.check`."""
+    """Unset top_p and repetition_penalty (0) are 1; everything else is checked by `Request.check`."""
+    sampling = start.sampling
     return Request(
         request_id=start.request_id,
         ids=tuple(start.ids),
         max_tokens=start.max_tokens,
-        temperature=start.sampling.temperature,
-        top_p=1.0 if start.sampling.top_p == 0 else start.sampling.top_p,
-        seed=start.sampling.seed,
+        temperature=sampling.temperature,
+        top_p=1.0 if sampling.top_p == 0 else sampling.top_p,
+        seed=sampling.seed,
         stop_ids=frozenset(start.stop_ids),
         snapshot_at=tuple(start.snapshot_at),
         snapshot_answer=start.snapshot_answer,
         offers=tuple(StateRef(offer.state_id, offer.tokens, offer.size_bytes) for offer in start.offers),
         heads_only=start.heads_only,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=1.0 if sampling.repetition_penalty == 0 else sampling.repetition_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        min_tokens=start.min_tokens,
+        logprobs=start.logprobs.top if start.HasField("logprobs") else None,
+        thinking=_thinking(start.thinking) if start.HasField("thinking") else None,
     )
+
+
+def _thinking(thinking: pb.Thinking) -> Thinking:
+    budget_tokens = thinking.budget_tokens if thinking.HasField("budget_tokens") else None
+    return Thinking(tuple(thinking.end_ids), budget_tokens)
 
 
 def message_of(event: Restore | Progress | Token | Finish) -> pb.GenerateOut:
@@ -30,8 +45,9 @@ def message_of(event: Restore | Progress | Token | Finish) -> pb.GenerateOut:
             return pb.GenerateOut(restore=pb.Restore(source=source.name, state=ref, reason=reason))
         case Progress(done_tokens, total_tokens):
             return pb.GenerateOut(progress=pb.Progress(done_tokens=done_tokens, total_tokens=total_tokens))
-        case Token(id_):
-            return pb.GenerateOut(token=pb.Token(id=id_))
+        case Token(id_, logprob, top):
+            others = [pb.TopToken(id=other, logprob=value) for other, value in top]
+            return pb.GenerateOut(token=pb.Token(id=id_, logprob=logprob, top=others))
         case Finish():
             return pb.GenerateOut(
                 finish=pb.Finish(

@@ -5,13 +5,14 @@ A request is checked whole before any work is done for it; what is wrong with it
 
 import enum
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.engine.errors import ContextError, EngineError, IdsError, PositionError, SamplingError
 
 MOST_SNAPSHOTS = 16  # positions in one request: each is a whole state
 MOST_OFFERS = 64  # each is hashed while the other sequences wait
+MOST_LOGPROBS = 20  # most probable ids told with each token
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,20 @@ class StateRef:
 
 
 @dataclass(frozen=True)
+class Thinking:
+    """The answer begins as thinking, which any of `end_ids` ends; the first is put in when the budget is used up."""
+
+    end_ids: tuple[int, ...]
+    budget_tokens: int | None = None
+
+
+@dataclass(frozen=True)
 class Request:
     """One generation, as in the contract's Start.
 
     `snapshot_at` are prompt positions, `offers` states that the client knows of, longest first. With `heads_only` the
-    snapshots are named to the client, and kept hot, but their payloads are not sent.
+    snapshots are named to the client, and kept hot, but their payloads are not sent. `logprobs` None: not wanted, else
+    of how many of the most probable ids, besides the sampled one.
     """
 
     request_id: str
@@ -61,6 +71,15 @@ class Request:
     snapshot_answer: bool = False
     offers: tuple[StateRef, ...] = ()
     heads_only: bool = False
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    logprobs: int | None = None
+    thinking: Thinking | None = None
 
     def check(self, info: Info) -> None:
         """Raise the RequestError that names the first thing wrong with this request."""
@@ -73,14 +92,15 @@ class Request:
                 f"a prompt of {len(self.ids)} tokens and an answer of up to {self.max_tokens} do not fit the context "
                 f"of {info.context_tokens}: shorten the prompt or lower max_tokens"
             )
-        for name, ids in (("ids", self.ids), ("stop_ids", self.stop_ids)):
+        ends = () if self.thinking is None else self.thinking.end_ids
+        lists = {"ids": self.ids, "stop_ids": self.stop_ids, "logit_bias": self.logit_bias, "thinking.end_ids": ends}
+        for name, ids in lists.items():
             for outside in (min(ids, default=0), max(ids, default=0)):
                 if not 0 <= outside < info.vocab_size:
                     raise IdsError(f"{name} has {outside}, but the vocabulary is 0 to {info.vocab_size - 1}")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise SamplingError(f"temperature is {self.temperature}: give 0 (greedy) or a positive finite number")
-        if not 0 < self.top_p <= 1:
-            raise SamplingError(f"top_p is {self.top_p}: give a number above 0 and at most 1")
+        if self.thinking is not None and not ends:
+            raise IdsError("thinking.end_ids is empty: name the id that ends the thinking")
+        self._check_sampling()
         if len(self.snapshot_at) > MOST_SNAPSHOTS:
             raise PositionError(f"{len(self.snapshot_at)} snapshot positions: at most {MOST_SNAPSHOTS} in one request")
         if len(self.offers) > MOST_OFFERS:
@@ -93,6 +113,27 @@ class Request:
                     "(one less than the prompt's tokens)"
                 )
             last = position
+
+    def _check_sampling(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise SamplingError(f"temperature is {self.temperature}: give 0 (greedy) or a positive finite number")
+        if not 0 < self.top_p <= 1:
+            raise SamplingError(f"top_p is {self.top_p}: give a number above 0 and at most 1")
+        if self.top_k < 0:
+            raise SamplingError(f"top_k is {self.top_k}: give 0 (all) or a positive number")
+        if not 0 <= self.min_p <= 1:
+            raise SamplingError(f"min_p is {self.min_p}: give a number from 0 to 1")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise SamplingError(f"{name} is {getattr(self, name)}: give a finite number, 0 for none")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise SamplingError(f"repetition_penalty is {self.repetition_penalty}: give a positive number, 1 for none")
+        if not all(map(math.isfinite, self.logit_bias.values())):
+            raise SamplingError("logit_bias holds a value that is not finite")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise SamplingError(f"min_tokens is {self.min_tokens}: give 0 to max_tokens, which is {self.max_tokens}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
+            raise SamplingError(f"logprobs of {self.logprobs} ids are asked for: at most {MOST_LOGPROBS}")
 
 
 class Source(enum.Enum):
@@ -129,7 +170,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class Token:
+    """`logprob` and `top` (id, logprob) are set if the request asked for them."""
+
     id: int
+    logprob: float = 0.0
+    top: Sequence[tuple[int, float]] = ()
 
 
 @dataclass(frozen=True)

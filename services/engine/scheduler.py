@@ -13,12 +13,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kernels.sampling.reference import sample
 from services.engine.errors import EngineError, PayloadError, StepError
 from services.engine.metrics import Metrics
 from services.engine.model import Segment
 from services.engine.pages import PagePool, pages_for
-from services.engine.request import Failed, Progress, Restore, Source, StateRef, Token
+from services.engine.request import Failed, Progress, Restore, Source, StateRef
 from services.engine.sequence import Sequence
 from services.engine.snapshots.hot import HotStates
 from services.engine.state import State
@@ -204,16 +203,16 @@ class Scheduler:
             return self.model.forward(segments)
 
     def _sample(self, sequence: Sequence, logits: Tensor) -> None:
-        request, state, before = sequence.request, sequence.state, sequence.last_token_at
+        state, before = sequence.state, sequence.last_token_at
         assert state is not None
-        id_ = sample(logits, request.temperature, request.top_p, request.seed, state.tokens)
-        sequence.accept(id_)
+        token = sequence.choosing.next(logits, state.tokens)
+        sequence.accept(token.id)
         self.metrics.generation_tokens.inc()
         if sequence.generated_tokens == 1:
             self.metrics.ttft.observe(sequence.last_token_at - sequence.submitted_at)
         else:
             self.metrics.itl.observe(sequence.last_token_at - before)
-        sequence.sink(Token(id_))
+        sequence.sink(token)
         self._finish_if_ended(sequence)
 
     def _finish_if_ended(self, sequence: Sequence) -> None:

@@ -5,6 +5,7 @@ Owns its state from the moment it gets a place until `release`. Decides nothing 
 
 import time
 
+from services.engine.choosing import Choosing
 from services.engine.request import Finish, Reason, Request, Sink, Snapshot, StateRef
 from services.engine.snapshots.hot import Stored
 from services.engine.state import State
@@ -16,6 +17,7 @@ class Sequence:
     def __init__(self, request: Request, sink: Sink) -> None:
         self.request = request
         self.sink = sink
+        self.choosing = Choosing(request)
         self.state: State | None = None
         self.awaited: StateRef | None = None  # the payload that the client was asked for
         self.cached_tokens = 0

@@ -40,6 +40,7 @@ class Call:
     received_bytes: int = 0
     sent_tokens: int = 0
     stopped: bool = False
+    stop_thinking: threading.Event = field(default_factory=threading.Event)
     cancelled: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -62,6 +63,7 @@ class ScriptedEngine(rpc.EngineServicer):
         self.keeps_hot = True
         self.refuses_payloads = False
         self.hears_stop = True
+        self.vision = False
         self.hot: dict[bytes, tuple[int, ...]] = {}
         self.calls: list[Call] = []
         self._server = grpc.server(ThreadPoolExecutor(32))
@@ -100,6 +102,7 @@ class ScriptedEngine(rpc.EngineServicer):
             context_tokens=self.context_tokens,
             max_sequences=4,
             queue_limit=16,
+            vision=self.vision,
             device="script",
             version="0",
         )
@@ -146,11 +149,11 @@ class ScriptedEngine(rpc.EngineServicer):
             if self.failure and self.failure.after_tokens == len(answer):
                 self._fail(context)
             self._wait(self.token_s, context)
-            if call.stopped or (self.hears_stop and self._stop_asked(inbox)):
+            if call.stopped or (self.hears_stop and self._stop_asked(call, inbox)):
                 call.stopped, reason = True, pb.Finish.STOP
                 break
             answer.append(token_id)
-            yield pb.GenerateOut(token=pb.Token(id=token_id))
+            yield pb.GenerateOut(token=self._token(start, token_id))
             call.sent_tokens += 1
             if token_id in start.stop_ids:
                 reason = pb.Finish.STOP
@@ -216,12 +219,22 @@ class ScriptedEngine(rpc.EngineServicer):
         for index, chunk in enumerate(chunks):
             yield pb.GenerateOut(chunk=pb.SnapshotChunk(index=index, data=chunk))
 
-    def _stop_asked(self, inbox: Any) -> bool:
+    def _token(self, start: pb.Start, token_id: int) -> pb.Token:
+        """With log probabilities that a test can tell apart: -id / 1000, and those of the ids below."""
+        if not start.HasField("logprobs"):
+            return pb.Token(id=token_id)
+        others = [pb.TopToken(id=token_id - i, logprob=(i - token_id) / 1000) for i in range(start.logprobs.top)]
+        return pb.Token(id=token_id, logprob=-token_id / 1000, top=others)
+
+    def _stop_asked(self, call: Call, inbox: Any) -> bool:
         try:
             message = inbox.get_nowait()
         except queue.Empty:
             return False
-        return message is not None and message.WhichOneof("message") == "stop"
+        kind = None if message is None else message.WhichOneof("message")
+        if kind == "stop_thinking":
+            call.stop_thinking.set()
+        return kind == "stop"
 
     def _wait(self, seconds: float, context: Any) -> None:
         until = time.monotonic() + seconds

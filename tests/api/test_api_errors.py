@@ -70,6 +70,25 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "max_tokens a string": ({"max_tokens": "10"}, "max_tokens"),
     "max_completion_tokens a fraction": ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
     "seed too large": ({"seed": 2**64}, "seed"),
+    "top_k below -1": ({"top_k": -2}, "top_k"),
+    "min_p above one": ({"min_p": 1.5}, "min_p"),
+    "presence_penalty too high": ({"presence_penalty": 2.5}, "presence_penalty"),
+    "frequency_penalty too low": ({"frequency_penalty": -3}, "frequency_penalty"),
+    "repetition_penalty zero": ({"repetition_penalty": 0}, "repetition_penalty"),
+    "logit_bias of a word": ({"logit_bias": {"hello": 1}}, "logit_bias"),
+    "logit_bias too large": ({"logit_bias": {"5": 101}}, "logit_bias"),
+    "logit_bias a string": ({"logit_bias": {"5": "1"}}, "logit_bias"),
+    "logit_bias a list": ({"logit_bias": [1]}, "logit_bias"),
+    "logit_bias of no token": ({"logit_bias": {"4096": 1}}, "logit_bias"),
+    "min_tokens negative": ({"min_tokens": -1}, "min_tokens"),
+    "min_tokens above max_tokens": ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    "n zero": ({"n": 0}, "n"),
+    "n too large": ({"n": 17}, "n"),
+    "logprobs a number": ({"logprobs": 3}, "logprobs"),
+    "top_logprobs too many": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    "top_logprobs alone": ({"top_logprobs": 2}, "top_logprobs"),
+    "thinking_budget negative": ({"thinking_budget": -1}, "thinking_budget"),
+    "thinking_budget a string": ({"thinking_token_budget": "many"}, "thinking_budget"),
     "stop a number": ({"stop": 5}, "stop"),
     "stop empty": ({"stop": [""]}, "stop"),
     "too many stops": ({"stop": ["a"] * 17}, "stop"),
@@ -113,10 +132,8 @@ def test_bad_fields_are_named(shared_api: RunningApi, shared_engine: ScriptedEng
 
 
 UNSUPPORTED = {
-    "n": 2, "logit_bias": {"5": 1}, "presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.1,
-    "response_format": {"type": "json_object"}, "logprobs": True, "top_logprobs": 3, "top_k": 40, "min_p": 0.1,
-    "tool_choice": "required", "min_tokens": 5, "ignore_eos": True, "functions": [{"name": "f"}], "guided_json": {},
-    "audio": {"voice": "x"}, "modalities": ["audio"],
+    "response_format": {"type": "json_object"}, "tool_choice": "required", "functions": [{"name": "f"}],
+    "guided_json": {}, "audio": {"voice": "x"}, "modalities": ["audio"], "best_of": 2, "echo": True, "suffix": "x",
 }  # fmt: skip
 
 

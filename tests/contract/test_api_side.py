@@ -53,10 +53,10 @@ def test_every_kind_of_message_is_handled() -> None:
 
 def test_every_field_of_start_is_filled() -> None:
     """A field that the engine reads and the api never sets would be a silent default."""
-    tree = ast.parse((ROOT / "services/api/chat.py").read_text())
     calls = {
         node.func.attr: {keyword.arg for keyword in node.keywords}
-        for node in ast.walk(tree)
+        for name in ("chat.py", "sampling.py")
+        for node in ast.walk(ast.parse((ROOT / "services/api" / name).read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     }
     assert calls["Start"] == {field.name for field in pb.Start.DESCRIPTOR.fields}

@@ -1,0 +1,48 @@
+"""The answers to one request: `n` of them, one after another, so that a request with many takes one place in the
+engine. Owns which is under way; answer.py owns each.
+"""
+
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+from services.api.answer import Answer, Done
+from services.api.client import Generation
+from services.api.parsers.answer import Delta
+
+Opener = Callable[[int], Awaitable[Answer]]  # opens the answer of that number
+
+
+class Choices:
+    """Iterate `events` once, to its end, or close it: that frees the engine's sequence. `answers` are those begun."""
+
+    def __init__(self, first: Answer, count: int, open_next: Opener, prefix: str) -> None:
+        self.id = prefix + secrets.token_hex(12)
+        self.count = count
+        self.answers = [first]
+        self._open_next = open_next
+        self._closed = False
+
+    async def events(self) -> AsyncGenerator[tuple[int, Delta | Done], None]:
+        """The number of the answer and what it says. Raises ApiError if the engine fails on the way."""
+        for index in range(self.count):
+            if index:
+                answer = await self._open_next(index)
+                self.answers.append(answer)
+                if self._closed:
+                    answer.close()
+            events = self.answers[index].events()
+            try:
+                async for event in events:
+                    yield index, event
+            finally:
+                await events.aclose()
+
+    @property
+    def generation(self) -> Generation:
+        """The engine's side of the answer under way."""
+        return self.answers[-1].generation
+
+    def close(self) -> None:
+        """Give up what is not complete; also if the events were never begun."""
+        self._closed = True
+        self.answers[-1].close()

@@ -1,0 +1,105 @@
+"""A dialog as clients write it: messages, tools, calls; and as the chat template wants it. Owns their fields only."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from services.api.validation import Body, JsonObject, refuse_constant, shallow
+
+
+def _join_parts(content: Any) -> Any:
+    """Text of a content: as it is, or its text parts, one a line."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in ("image_url", "input_image", "image"):
+            raise PydanticCustomError("unsupported", "images are not available yet: this server cannot see pictures")
+        if kind not in ("text", "input_text", "output_text", "refusal"):
+            raise PydanticCustomError(
+                "unsupported", "content parts must have type text, not {kind}", {"kind": repr(kind)}
+            )
+        text = part.get("text", part.get("refusal"))
+        if not isinstance(text, str):
+            raise PydanticCustomError("text_type", "a text part needs a string in `text`")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+Content = Annotated[str | None, BeforeValidator(_join_parts)]
+
+
+class FunctionCall(Body):
+    name: str
+    arguments: str | JsonObject | None = None
+
+    def mapping(self) -> dict[str, Any]:
+        """The arguments as templates want them. What is not a JSON object is kept as it was written, so that a dialog
+        with a broken call in it can go on."""
+        if isinstance(self.arguments, dict):
+            return self.arguments
+        text = self.arguments or "{}"
+        try:
+            parsed = shallow(json.loads(text, parse_constant=refuse_constant))
+        except (ValueError, RecursionError, PydanticCustomError):
+            parsed = None
+        return parsed if isinstance(parsed, dict) else {"arguments": text}
+
+
+class ToolCall(Body):
+    id: str | None = None
+    function: FunctionCall
+
+    def for_template(self) -> dict[str, Any]:
+        function = {"name": self.function.name, "arguments": self.function.mapping()}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_name_for_reasoning(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("reasoning_content") is None:
+            other = data.get("reasoning") or data.get("thinking")
+            return {**data, "reasoning_content": other} if isinstance(other, str) else data
+        return data
+
+    @model_validator(mode="after")
+    def _has_content(self) -> "Message":
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError(
+                "missing", "a {role} message needs content", {"role": self.role, "param": "content"}
+            )
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as the chat template expects it."""
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        if self.role == "assistant" and self.reasoning_content is not None:
+            message["reasoning_content"] = self.reasoning_content
+        if self.role == "assistant" and self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+
+class Function(Body):
+    # A name is written between the angle brackets of the model's call format.
+    name: str = Field(min_length=1, max_length=256, pattern=r"^[^\s<>]+$")
+    description: str | None = None
+    parameters: JsonObject | None = None
+
+
+class Tool(Body):
+    type: Literal["function"] = "function"
+    function: Function

@@ -1,0 +1,68 @@
+"""The next id of one answer: the model's logits, what the request asks for, and what the answer holds so far.
+
+Owns the counts and the thinking of one sequence; kernels/sampling owns the arithmetic. A request that asks for nothing
+special is drawn from the logits as they are.
+"""
+
+from collections import Counter
+
+from torch import Tensor
+
+from kernels.sampling.penalties import logprobs, penalise, shift
+from kernels.sampling.reference import sample
+from services.engine.request import Request, Token
+
+
+class Choosing:
+    """Call `next` once for every token of the answer. Used by the engine's thread only."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._prompt = frozenset(request.ids) if request.repetition_penalty != 1 else frozenset()
+        self._answer: Counter[int] = Counter()
+        self._chosen = 0
+        self._thinking = request.thinking is not None
+        self._thinking_must_end = False
+
+    def stop_thinking(self) -> None:
+        """The next id ends the thinking, if the answer still thinks."""
+        self._thinking_must_end = True
+
+    def next(self, logits: Tensor, position: int) -> Token:
+        """logits float32 [V]; `position` is how many ids the state has read. Raises LogitsError."""
+        request = self._request
+        id_ = self._forced()
+        if id_ is None:
+            id_ = sample(
+                self._adjusted(logits),
+                request.temperature,
+                request.top_p,
+                request.seed,
+                position,
+                request.top_k,
+                request.min_p,
+            )
+        self._chosen += 1
+        self._answer[id_] += 1
+        if request.thinking is not None and id_ in request.thinking.end_ids:
+            self._thinking = False
+        if request.logprobs is None:
+            return Token(id_)
+        return Token(id_, *logprobs(logits, id_, request.logprobs))
+
+    def _forced(self) -> int | None:
+        thinking = self._request.thinking
+        if thinking is None or not self._thinking:
+            return None
+        spent = thinking.budget_tokens is not None and self._chosen >= thinking.budget_tokens
+        return thinking.end_ids[0] if spent or self._thinking_must_end else None
+
+    def _adjusted(self, logits: Tensor) -> Tensor:
+        request = self._request
+        penalties = (request.repetition_penalty, request.presence_penalty, request.frequency_penalty)
+        if penalties != (1, 0, 0):
+            logits = penalise(logits, self._prompt, self._answer, *penalties)
+        forbidden = request.stop_ids if self._chosen < request.min_tokens else frozenset()
+        if request.logit_bias or forbidden:
+            logits = shift(logits, request.logit_bias, forbidden)
+        return logits
