@@ -4,6 +4,7 @@ import hashlib
 import math
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -248,8 +249,20 @@ def test_a_hint_waits_for_the_step_that_follows_it(blocks: BlocksOnDisk, opened:
     wait_until(lambda: host.counters()["prefetch_issued"] == 1)
     host.prefetch(1, [6, 7])
     host.step(1, ids, weights, x)  # this is layer 1: what was guessed of it is stale now
-    time.sleep(0.05)
+    time.sleep(0.15)
     assert host.counters()["prefetch_issued"] == 1
+
+
+def test_a_hint_waits_for_a_slot(blocks: BlocksOnDisk, opened: Opener) -> None:
+    """A guess that comes while a step leases every slot is not lost. (It was.)"""
+    host = opened(slots=2, readers=2, read_delay_us=20_000)
+    ids, x = torch.tensor([[0, 1]], dtype=torch.int32), torch.randn(1, blocks.layout.latent)
+    step = threading.Thread(target=host.step, args=(0, ids, torch.ones(1, 2), x))
+    step.start()
+    wait_until(lambda: host.counters()["misses"] == 2)  # both slots are leased and loading
+    host.prefetch(1, [7])
+    wait_until(lambda: host.counters()["prefetch_issued"] == 1)
+    step.join()
 
 
 def test_an_idle_host_uses_no_processor(blocks: BlocksOnDisk, opened: Opener) -> None:

@@ -13,7 +13,7 @@ namespace thimble {
 namespace {
 
 // A hint often comes just before the step whose own blocks are read first; if no step follows, it is taken up after this.
-constexpr auto HINT_WAITS = std::chrono::milliseconds(20);
+constexpr auto HINT_WAITS = std::chrono::milliseconds(100);
 constexpr size_t MOST_HINTS = 1024;
 constexpr int POISON = 0xAB;
 
@@ -111,7 +111,7 @@ void Cache::end_step() {
   bool hinted;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    in_step_ = demanding_ = false;
+    in_step_ = demanding_ = hints_stuck_ = false;
     room_waiter_ = nullptr;
     hinted = !hints_.empty();
   }
@@ -119,10 +119,15 @@ void Cache::end_step() {
 }
 
 void Cache::release(const Lease& lease) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const bool released = table_.release(lease);
-  assert(released);
-  (void)released;
+  bool unstuck;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const bool released = table_.release(lease);
+    assert(released);
+    (void)released;
+    unstuck = std::exchange(hints_stuck_, false);
+  }
+  if (unstuck) work_.notify_one();
 }
 
 void Cache::prefetch(const int32_t* keys, int count) {
@@ -194,7 +199,7 @@ bool Cache::next_read(std::unique_lock<std::mutex>& lock, Read* read) {
       return true;
     }
     const bool may_prefetch =
-        !demanding_ && !room_waiter_ && !hints_.empty() && prefetching_ < std::max(1, options_.readers - 1);
+        !demanding_ && !room_waiter_ && !hints_stuck_ && !hints_.empty() && prefetching_ < std::max(1, options_.readers - 1);
     if (!may_prefetch) {
       work_.wait(lock);
     } else if (hints_.front().not_before > Clock::now()) {
@@ -206,13 +211,17 @@ bool Cache::next_read(std::unique_lock<std::mutex>& lock, Read* read) {
   return false;
 }
 
-// Turns the oldest hint into a read, unless the block is here by now or no slot can be had for it.
+// Turns the oldest hint into a read, unless the block is here by now. If no slot can be had for it, hints wait for one.
 bool Cache::take_hint(Read* read) {
   const Key key = hints_.front().key;
-  hints_.pop_front();
-  if (table_.find(key)) return false;
+  if (table_.find(key)) {
+    hints_.pop_front();
+    return false;
+  }
   *read = {key, {}, false};
-  return load(key, Why::prefetch, &read->lease);
+  hints_stuck_ = !load(key, Why::prefetch, &read->lease);
+  if (!hints_stuck_) hints_.pop_front();
+  return !hints_stuck_;
 }
 
 // Called and left with the lock, which is open while the disk is read and while waiters are told.
@@ -225,6 +234,7 @@ void Cache::fill(const Read& read, std::unique_lock<std::mutex>& lock) {
   lock.lock();
   reading_--;
   prefetching_ -= !read.demanded;
+  hints_stuck_ = false;
   (read.demanded ? counts_.demand_read_bytes : counts_.prefetch_read_bytes) += catalog_.shape.block_bytes;
   const bool expected = table_.arrived(read.lease, error.empty());
   assert(expected);

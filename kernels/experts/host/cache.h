@@ -116,6 +116,7 @@ class Cache {
   Waiter* room_waiter_ = nullptr;
   bool in_step_ = false;
   bool demanding_ = false;  // between begin_step and demands_made
+  bool hints_stuck_ = false;  // the oldest hint found no slot, and none has become free since
   bool stopping_ = false;
   int prefetching_ = 0, reading_ = 0;
   CacheCounts counts_;
