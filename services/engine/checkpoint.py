@@ -60,13 +60,15 @@ class Checkpoint:
 
 def _entries(folder: Path) -> Iterator[tuple[str, Entry]]:
     """Every tensor of every file. Raises CheckpointError where the index and a shard disagree."""
-    listed = _weight_map(folder)
+    listed: dict[str, set[str]] = {}
+    for name, file in (_weight_map(folder) or {}).items():
+        listed.setdefault(file, set()).add(name)
     for path in weight_files(folder):
         header = read_header(path)
-        if listed is not None:
-            mine = {name for name, file in listed.items() if file == path.name}
-            for name in sorted(mine ^ header.keys()):
-                known, other = ("missing there", "lists it") if name in mine else ("is there", "does not list it")
+        if listed:
+            for name in sorted(listed[path.name] ^ header.keys()):
+                here = name in header
+                known, other = ("is there", "does not list it") if here else ("missing there", "lists it")
                 raise CheckpointError(f"tensor {name}: {path.name} {known}, but {INDEX} {other}; fetch both again")
         yield from header.items()
 
@@ -90,6 +92,6 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
         files = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"].items())
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error!r}; fetch the file again") from error
-    if any(not isinstance(name, str) or Path(name).name != name for name in files.values()):
+    if not all(isinstance(name, str) for name in files.values()) or any(Path(n).name != n for n in {*files.values()}):
         raise CheckpointError(f"{path}: names a file outside the checkpoint's folder")
     return files

@@ -184,7 +184,10 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         Checkpoint.open(folder)
 
 
-@pytest.mark.parametrize("content", ["{", "{}", '{"weight_map": []}', '{"weight_map": {"x": "../elsewhere"}}'])
+@pytest.mark.parametrize(
+    "content",
+    ["{", "{}", '{"weight_map": []}', '{"weight_map": {"x": "../elsewhere"}}', '{"weight_map": {"x": ["a"]}}'],
+)
 def test_a_damaged_index_is_refused(tmp_path: Path, content: str) -> None:
     folder = tiny_checkpoint.write(tmp_path / "c", "3.5-super-vl")
     (folder / "model.safetensors.index.json").write_text(content)
