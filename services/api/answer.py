@@ -15,7 +15,7 @@ from services.api.logprobs import entry
 from services.api.messages import ToolCall
 from services.api.metrics import Metrics
 from services.api.model_folder import ModelFolder
-from services.api.parsers.answer import AnswerParser, Content, Delta, Reasoning
+from services.api.parsers.answer import AnswerParser, Content, Delta, Reasoning, TextParser
 from services.api.parsers.tool_calls import CallStart
 from services.api.saving import Dialog, Saving
 from services.api.snapshots import Plan, Snapshots
@@ -84,7 +84,7 @@ class Asked:
     tools: Sequence[Any]
     options: Mapping[str, Any]
     plan: Plan
-    parser: AnswerParser
+    parser: AnswerParser | TextParser
     logprobs: bool
     began: float  # time.perf_counter() when it came
 
@@ -109,7 +109,7 @@ class Answer:
         self._saving = saving
         self._metrics = metrics
         self._asked = asked
-        self.generation = generation
+        self._generation = generation
         self._last_token: float | None = None
         self._parser = asked.parser
         self._tokenizer = folder.tokenizer
@@ -126,7 +126,7 @@ class Answer:
         self._metrics.in_progress.inc()
         finish: pb.Finish | None = None
         try:
-            async for message in self.generation.messages():
+            async for message in self._generation.messages():
                 kind = message.WhichOneof("message")
                 if kind == "restore":
                     await self._restore(message.restore)
@@ -157,7 +157,11 @@ class Answer:
     def close(self) -> None:
         """Give the answer up, if it is not complete; also if its events were never begun."""
         if not self._handed_over:
-            self.generation.cancel()
+            self._generation.cancel()
+
+    async def stop_thinking(self) -> bool:
+        """False if it is too late."""
+        return not self._handed_over and await self._generation.stop_thinking()
 
     def _token(self, token: pb.Token) -> list[Delta]:
         now = time.perf_counter()
@@ -180,10 +184,10 @@ class Answer:
     async def _restore(self, restore: pb.Restore) -> None:
         source, plan = pb.Restore.Source.Name(restore.source), self._asked.plan
         if restore.source == pb.Restore.SEND:
-            sent = await self.generation.send_payload(self._snapshots.payload(plan, restore.state.state_id))
+            sent = await self._generation.send_payload(self._snapshots.payload(plan, restore.state.state_id))
             self._sent_whole = sent == restore.state.size_bytes
             if not self._sent_whole:
-                await self.generation.half_close()  # it cannot be had any more: the prompt is read from its beginning
+                await self._generation.half_close()  # it cannot be had any more: the prompt is read from its beginning
             return
         self._metrics.lookups[source.lower(),].inc()
         if restore.source == pb.Restore.REFUSED:
@@ -197,9 +201,9 @@ class Answer:
         """A stop string was found: let the engine end the answer, so that the prompt's snapshots are not lost."""
         try:
             async with asyncio.timeout(STOP_GRACE_S):
-                if not await self.generation.stop():
+                if not await self._generation.stop():
                     return None
-                async for message in self.generation.messages():
+                async for message in self._generation.messages():
                     if message.WhichOneof("message") == "finish":
                         return message.finish
         except (ApiError, TimeoutError):
@@ -238,4 +242,4 @@ class Answer:
         if asked.plan.keep_answer and not self._parser.stopped:
             messages = [*asked.messages, self.message.for_template()]
             dialog = Dialog(messages, asked.tools, asked.options, tuple(self._ids))
-        self._saving.take(asked.plan, self.generation, dialog, finish.taken)
+        self._saving.take(asked.plan, self._generation, dialog, finish.taken)

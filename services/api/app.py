@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from services.api import routes, text_routes
 from services.api.chat import Chats
 from services.api.client import Engines
 from services.api.config import ApiConfig
@@ -20,7 +21,6 @@ from services.api.metrics import Metrics
 from services.api.middleware import REQUEST_ID, Guarded, Observed, error_response
 from services.api.model_folder import ModelFolder, load_model_folder
 from services.api.records import RecordMemory
-from services.api.routes import router
 from services.api.saving import Saving
 from services.api.snapshots import Snapshots
 from services.api.store import Store
@@ -56,7 +56,8 @@ def build_app(config: ApiConfig, redis_url: str) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.include_router(router)
+    for module in (routes, text_routes):
+        app.include_router(module.router)
     app.state.ping_interval_s = config.ping_interval_s
 
     def told(error: Exception) -> ApiError:

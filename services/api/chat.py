@@ -6,20 +6,22 @@ import asyncio
 import time
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 from services.api.answer import Answer, Asked
 from services.api.choices import Choices
-from services.api.client import Engines
-from services.api.errors import ContextTooLong, Unsupported
+from services.api.client import Engine, Engines
+from services.api.errors import ContextTooLong, InvalidRequest, NotFound, Unsupported
 from services.api.metrics import Metrics
 from services.api.model_folder import ModelFolder, thinks
-from services.api.parsers.answer import AnswerParser
+from services.api.parsers.answer import AnswerParser, TextParser
 from services.api.parsers.reasoning import CALL, CLOSE
 from services.api.sampling import Sampling
 from services.api.saving import Saving
 from services.api.schemas import ChatRequest
 from services.api.snapshots import Plan, Snapshots
 from services.api.templates import Prompt
+from services.api.text import CompletionRequest
 from services.rpc import engine_pb2 as pb
 
 EFFORTS = {"none": False, "minimal": True, "low": True, "medium": True, "high": True}
@@ -45,6 +47,7 @@ class Chats:
         self.metrics = metrics
         self._default_max_tokens = default_max_tokens
         self._timeout_s = timeout_s
+        self._under_way: WeakValueDictionary[str, Choices] = WeakValueDictionary()
 
     async def open(self, request: ChatRequest, request_id: str, prefix: str = "chatcmpl-") -> Choices:
         """Everything up to the engine's yes. Raises ApiError for what can be known by then. `prefix` begins the id."""
@@ -52,12 +55,32 @@ class Chats:
         async def open_answer(choice: int) -> Answer:
             return await self._open_answer(request, request_id, choice)
 
-        return Choices(await open_answer(0), request.n or 1, open_answer, prefix)
+        return self._noted(Choices(await open_answer(0), request.n or 1, open_answer, prefix), request_id)
 
     async def render(self, request: ChatRequest, info: pb.InfoResponse) -> Prompt:
         """The dialog as the model reads it. Raises ModelNotFound and TemplateRefused."""
         messages, tools, options = self._parts(request, info)
         return await asyncio.to_thread(self.folder.template.prompt, messages, tools, options)
+
+    async def open_text(self, request: CompletionRequest, request_id: str) -> Choices:
+        """The same for texts: every prompt `n` times."""
+        each = request.n or 1
+
+        async def open_answer(choice: int) -> Answer:
+            return await self._open_text_answer(request, request.prompts[choice // each], request_id, choice)
+
+        return self._noted(Choices(await open_answer(0), each * len(request.prompts), open_answer, "cmpl-"), request_id)
+
+    def under_way(self, name: str) -> Choices:
+        """By id of the answer or of the request. Raises NotFound."""
+        choices = self._under_way.get(name)
+        if choices is None:
+            raise NotFound(f"no answer with the id {name!r} is under way", "id")
+        return choices
+
+    def _noted(self, choices: Choices, request_id: str) -> Choices:
+        self._under_way[choices.id] = self._under_way[request_id] = choices
+        return choices
 
     async def _open_answer(self, request: ChatRequest, request_id: str, choice: int) -> Answer:
         began = time.perf_counter()
@@ -65,18 +88,36 @@ class Chats:
         prompt = await self.render(request, info)
         plan = await self.snapshots.plan(prompt, info)
         self.metrics.prompt_s.observe(time.perf_counter() - began)
-        logprobs = pb.Logprobs(top=request.top_logprobs or 0) if request.logprobs else None
-        thinking = self._thinking(request, prompt)
-        start = self._start(request, request_id, plan, info, choice, logprobs, thinking)
+        top = (request.top_logprobs or 0) if request.logprobs else None
+        start = self._start(request, request_id, plan, info, choice, top, self._thinking(request, prompt))
+        schemas = {tool.function.name: tool.function.parameters or {} for tool in request.usable_tools}
+        parser = AnswerParser(prompt.starts_thinking, schemas or None, request.stops)
+        asked = Asked(*self._parts(request, info), plan, parser, bool(request.logprobs), began)
+        return await self._begin(engine, info, start, asked)
+
+    async def _open_text_answer(
+        self, request: CompletionRequest, prompt: str | list[int], request_id: str, choice: int
+    ) -> Answer:
+        began = time.perf_counter()
+        engine, info = await self.engines.pick()
+        thinks(request.model, info)
+        tokenizer = self.folder.tokenizer
+        ids = await asyncio.to_thread(tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
+        if not all(tokenizer.knows(token_id) for token_id in ids):
+            raise InvalidRequest("prompt has an id that is no token of this model", "prompt")
+        plan = self.snapshots.unkept(ids, info)
+        self.metrics.prompt_s.observe(time.perf_counter() - began)
+        start = self._start(request, request_id, plan, info, choice, request.logprobs, None)
+        asked = Asked((), (), {}, plan, TextParser(request.stops), request.logprobs is not None, began)
+        return await self._begin(engine, info, start, asked)
+
+    async def _begin(self, engine: Engine, info: pb.InfoResponse, start: pb.Start, asked: Asked) -> Answer:
         generation = engine.generate(self._timeout_s)
         try:
             await generation.start(start)
         except BaseException:
             generation.cancel()
             raise
-        schemas = {tool.function.name: tool.function.parameters or {} for tool in request.usable_tools}
-        parser = AnswerParser(prompt.starts_thinking, schemas or None, request.stops)
-        asked = Asked(*self._parts(request, info), plan, parser, bool(request.logprobs), began)
         return Answer(asked, generation, info, self.folder, self.snapshots, self.saving, self.metrics)
 
     def _parts(self, request: ChatRequest, info: pb.InfoResponse) -> tuple[list[Any], list[Any], Mapping[str, Any]]:
@@ -104,15 +145,16 @@ class Chats:
         plan: Plan,
         info: pb.InfoResponse,
         choice: int,
-        logprobs: pb.Logprobs | None,
+        top_logprobs: int | None,
         thinking: pb.Thinking | None,
     ) -> pb.Start:
         room = info.context_tokens - len(plan.ids)
         if room < 1:
+            name = "messages" if isinstance(sampling, ChatRequest) else "prompt"
             raise ContextTooLong(
-                f"the messages are {len(plan.ids)} tokens long, but the model's context is {info.context_tokens} "
-                "tokens, answer included: shorten the dialog",
-                "messages",
+                f"{name}: {len(plan.ids)} tokens, but the model's context is {info.context_tokens} tokens, answer "
+                "included: shorten it",
+                name,
             )
         defaults = self.folder.defaults
         max_tokens = min(sampling.longest or self._default_max_tokens or room, room)
@@ -127,7 +169,7 @@ class Chats:
             offers=plan.refs(),
             heads_only=plan.heads_only,
             min_tokens=sampling.least(max_tokens),
-            logprobs=logprobs,
+            logprobs=None if top_logprobs is None else pb.Logprobs(top=top_logprobs),
             thinking=thinking,
         )
 

@@ -6,7 +6,6 @@ import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from services.api.answer import Answer, Done
-from services.api.client import Generation
 from services.api.parsers.answer import Delta
 
 Opener = Callable[[int], Awaitable[Answer]]  # opens the answer of that number
@@ -37,10 +36,9 @@ class Choices:
             finally:
                 await events.aclose()
 
-    @property
-    def generation(self) -> Generation:
-        """The engine's side of the answer under way."""
-        return self.answers[-1].generation
+    async def stop_thinking(self) -> bool:
+        """End the thinking of the answer under way; False if it is over."""
+        return await self.answers[-1].stop_thinking()
 
     def close(self) -> None:
         """Give up what is not complete; also if the events were never begun."""

@@ -146,9 +146,16 @@ class Generation:
 
     async def stop(self) -> bool:
         """End the answer now; Finish and the snapshots follow. False if nothing can be said to the engine any more."""
-        if self._half_closed:
+        return await self._say(pb.GenerateIn(stop=pb.Stop()))
+
+    async def stop_thinking(self) -> bool:
+        """End the thinking now; the answer follows. False if nothing can be said to the engine any more."""
+        return await self._say(pb.GenerateIn(stop_thinking=pb.StopThinking()))
+
+    async def _say(self, message: pb.GenerateIn) -> bool:
+        if self._half_closed or self._call.done():
             return False
-        await self._write(pb.GenerateIn(stop=pb.Stop()))
+        await self._write(message)
         return True
 
     async def half_close(self) -> None:

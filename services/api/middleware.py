@@ -22,6 +22,7 @@ log = logging.getLogger("services.api.access")
 
 REQUEST_ID = "X-Request-Id"
 _ID_SHAPE = re.compile(r"[A-Za-z0-9._-]{1,128}")  # a client's own id is kept if it is safe to log
+KEYED = ("/v1", "/tokenize", "/detokenize", "/apply-template")  # begin the paths that need the key
 DRAINED_BYTES = 256 * 1024 * 1024  # of a body that is too large: read to its end, so that the client reads our answer
 
 
@@ -114,7 +115,7 @@ class Guarded:
         await self._app(scope, receive_counted, send)
 
     def _check_key(self, request: Request) -> None:
-        if self._key_digest is None or not request.url.path.startswith("/v1"):
+        if self._key_digest is None or not request.url.path.startswith(KEYED):
             return
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         # Hashes of equal length: the comparison takes the same time whatever was sent.

@@ -9,6 +9,7 @@ from services.api.answer import Done, Usage
 from services.api.choices import Choices
 from services.api.parsers.answer import Content, Delta, Reasoning
 from services.api.parsers.tool_calls import CallStart
+from services.api.schemas import ChatRequest
 
 Number = TypeVar("Number", int, float)
 
@@ -16,40 +17,33 @@ Number = TypeVar("Number", int, float)
 class ChatReply:
     """All objects of one request share an id and a time. Choices are named by their number."""
 
-    def __init__(self, model: str, choices: Choices, include_usage: bool, logprobs: bool) -> None:
+    def __init__(self, request: ChatRequest, choices: Choices) -> None:
         self._choices = choices
-        self._include_usage = include_usage
-        self._logprobs = logprobs
+        self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
+        self._logprobs = bool(request.logprobs)
         self._told_logprobs = [0] * choices.count
         self._head = {
             "id": choices.id,
             "created": int(time.time()),
-            "model": model,
+            "model": request.model,
             "system_fingerprint": choices.answers[0].fingerprint,
         }
 
-    def first(self, index: int) -> dict[str, Any]:
-        return self._chunk(index, {"role": "assistant", "content": ""})
+    def first(self, index: int) -> list[dict[str, Any]]:
+        return [self._chunk(index, {"role": "assistant", "content": ""})]
 
-    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        if isinstance(delta, Content):
-            return self._chunk(index, {"content": delta.text})
-        if isinstance(delta, Reasoning):
-            # Two names are in use among clients, and each reads only its own.
-            return self._chunk(index, {"reasoning_content": delta.text, "reasoning": delta.text})
-        if isinstance(delta, CallStart):
-            function = {"name": delta.name, "arguments": ""}
-            call = {"index": delta.index, "id": delta.id, "type": "function", "function": function}
-            return self._chunk(index, {"tool_calls": [call]})
-        return self._chunk(index, {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.json}}]})
+    def piece(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        return [self._chunk(index, _delta(delta))]
 
-    def last(self, index: int, done: Done) -> dict[str, Any]:
+    def last(self, index: int, done: Done) -> list[dict[str, Any]]:
         """The chunk that says why a choice ended."""
-        return self._chunk(index, {}, done.finish_reason) | {"timings": timings(done.usage)}
+        return [self._chunk(index, {}, done.finish_reason) | {"timings": timings(done.usage)}]
 
-    def ending(self, counts: Usage) -> list[dict[str, Any]]:
+    def ending(self, dones: Sequence[Done]) -> list[dict[str, Any]]:
         """The usage, if the client asked for it: no choices, nothing after it."""
-        return [self._chunk(0, {}) | {"choices": [], "usage": usage(counts)}] if self._include_usage else []
+        if not self._include_usage:
+            return []
+        return [self._chunk(0, {}) | {"choices": [], "usage": usage(together([done.usage for done in dones]))}]
 
     def whole(self, dones: Sequence[Done]) -> dict[str, Any]:
         choices = [self._choice(index, done) for index, done in enumerate(dones)]
@@ -75,11 +69,23 @@ class ChatReply:
 
     def _new_logprobs(self, index: int) -> dict[str, Any] | None:
         """Those not told yet: text may be held back for a while, and its tokens come with the text that follows."""
-        if not self._logprobs or index >= len(self._choices.answers):
+        if not self._logprobs or index >= len(self._choices.answers):  # the next one is told of before it is begun
             return None
         found = self._choices.answers[index].logprobs[self._told_logprobs[index] :]
         self._told_logprobs[index] += len(found)
         return {"content": found, "refusal": None}
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    if isinstance(delta, Content):
+        return {"content": delta.text}
+    if isinstance(delta, Reasoning):
+        # Two names are in use among clients, and each reads only its own.
+        return {"reasoning_content": delta.text, "reasoning": delta.text}
+    if isinstance(delta, CallStart):
+        function = {"name": delta.name, "arguments": ""}
+        return {"tool_calls": [{"index": delta.index, "id": delta.id, "type": "function", "function": function}]}
+    return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.json}}]}
 
 
 def together(counts: Sequence[Usage]) -> Usage:
@@ -96,6 +102,16 @@ def together(counts: Sequence[Usage]) -> Usage:
             decode_s=_sum(first.decode_s, other.decode_s),
         )
     return first
+
+
+def of_prompts(counts: Sequence[Usage], each: int) -> Usage:
+    """Those of several prompts, `each` answers to one."""
+    prompts = [together(counts[at : at + each]) for at in range(0, len(counts), each)]
+    return replace(
+        together(prompts),
+        prompt_tokens=sum(prompt.prompt_tokens for prompt in prompts),
+        cached_tokens=sum(prompt.cached_tokens for prompt in prompts),
+    )
 
 
 def _sum(one: Number | None, other: Number | None) -> Number | None:

@@ -1,90 +1,40 @@
-"""The endpoints. Owns paths, status of each answer, and the order validate - open - reply; the work is in chat.py."""
+"""The endpoints for chats, models and operation. Owns their paths and the order validate - open - reply; the work is in
+chat.py, the form of replies in replies.py."""
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from services.api.answer import Done, Usage
 from services.api.chat import Chats
-from services.api.choices import Choices
-from services.api.errors import ClientGone, EngineLost, InvalidRequest
+from services.api.errors import EngineLost, NotFound
 from services.api.model_folder import model_ids, thinks
-from services.api.replies import ChatReply, together
-from services.api.schemas import ChatRequest
-from services.api.sse import EventStream, until_gone
-from services.api.validation import parse_json, validate
+from services.api.replies import ChatReply
+from services.api.schemas import ChatRequest, ControlRequest
+from services.api.serving import read_json, respond
+from services.api.validation import body_schema, validate
 from services.rpc import engine_pb2 as pb
 
 router = APIRouter()
 
 CREATED = 1_764_374_400  # models have no date of their own; clients sort by it
-_CHAT_BODY = {
-    "requestBody": {"required": True, "content": {"application/json": {"schema": ChatRequest.model_json_schema()}}}
-}
 
 
-@router.post("/v1/chat/completions", openapi_extra=_CHAT_BODY)
+@router.post("/v1/chat/completions", openapi_extra=body_schema(ChatRequest))
 async def chat_completions(request: Request) -> Response:
     """Answers to a dialog, whole or as a stream of events."""
     chat = validate(ChatRequest, await read_json(request))
     choices = await request.app.state.chats.open(chat, request.state.request_id)
-    include_usage = bool(chat.stream_options and chat.stream_options.include_usage)
-    reply = ChatReply(chat.model, choices, include_usage, bool(chat.logprobs))
-    if chat.stream:
-        return event_stream(request, choices, _chunks(choices, reply))
-    return JSONResponse(reply.whole(await collect(request, choices)))
+    return await respond(request, choices, ChatReply(chat, choices), bool(chat.stream))
 
 
-def event_stream(request: Request, choices: Choices, source: AsyncGenerator[dict[str, Any], None]) -> EventStream:
-    """`source` is made from the events of `choices`, which end with the client."""
-    state = request.app.state
-    return EventStream(source, state.ping_interval_s, state.on_error, lambda: _gone(state.chats, choices))
-
-
-async def collect(request: Request, choices: Choices) -> list[Done]:
-    """The ends of all choices, once they are there. Raises ClientGone."""
-
-    async def ends() -> list[Done]:
-        events = choices.events()
-        try:
-            return [event async for _, event in events if isinstance(event, Done)]
-        finally:
-            await events.aclose()
-
-    try:
-        return await until_gone(request.receive, ends())
-    except ClientGone:
-        _gone(request.app.state.chats, choices)
-        raise
-
-
-def _gone(chats: Chats, choices: Choices) -> None:
-    chats.metrics.disconnects.inc()
-    choices.close()
-
-
-async def _chunks(choices: Choices, reply: ChatReply) -> AsyncGenerator[dict[str, Any], None]:
-    events = choices.events()
-    usages: list[Usage] = []
-    try:
-        yield reply.first(0)
-        begun = 0
-        async for index, event in events:
-            if index > begun:
-                begun = index
-                yield reply.first(index)
-            if isinstance(event, Done):
-                usages.append(event.usage)
-                yield reply.last(index, event)
-            else:
-                yield reply.piece(index, event)
-        for chunk in reply.ending(together(usages)):
-            yield chunk
-    finally:
-        await events.aclose()
+@router.post("/v1/chat/completions/control", openapi_extra=body_schema(ControlRequest))
+async def control(request: Request) -> dict[str, Any]:
+    """End the thinking of an answer under way. `id` is the answer's, or the X-Request-Id of its request."""
+    body = validate(ControlRequest, await read_json(request))
+    if not await request.app.state.chats.under_way(body.id).stop_thinking():
+        raise NotFound(f"the answer {body.id!r} is over", "id")
+    return {"object": "chat.completion.control", "id": body.id, "action": body.action}
 
 
 @router.get("/v1/models")
@@ -143,11 +93,3 @@ async def metrics(request: Request) -> Response:
     """For Prometheus."""
     chats: Chats = request.app.state.chats
     return Response(generate_latest(chats.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-
-async def read_json(request: Request) -> Any:
-    """The body. Only with its own content type: a page in a browser can post others here without being asked."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise InvalidRequest("send the body as JSON with the header Content-Type: application/json")
-    return parse_json(await request.body())

@@ -56,13 +56,15 @@ class ChatRequest(Sampling):
     messages: list[Message] = Field(min_length=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     tools: list[Tool] | None = None
     tool_choice: str | JsonObject | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
-    thinking_budget: int | None = Field(None, ge=0, lt=2**31)  # tokens; other servers' names for it are taken too
+    thinking_budget: int | None = Field(
+        default=None, ge=0, lt=2**31
+    )  # tokens; other servers' names for it are taken too
     chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
 
     @model_validator(mode="before")
@@ -94,3 +96,10 @@ class ChatRequest(Sampling):
     def usable_tools(self) -> list[Tool]:
         """None are shown to the model when it must not call one."""
         return [] if self.tool_choice == "none" else self.tools or []
+
+
+class ControlRequest(Body):
+    """POST /v1/chat/completions/control: named as llama.cpp's."""
+
+    id: str
+    action: Literal["reasoning_end"]

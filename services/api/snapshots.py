@@ -94,6 +94,10 @@ class Snapshots:
             space=space,
         )
 
+    def unkept(self, ids: Sequence[int], info: pb.InfoResponse) -> Plan:
+        """For a prompt that is no dialog: read from its first token, and not kept."""
+        return Plan(tuple(ids), (), {}, False, True, space_of(info.model_fingerprint, info.arithmetic_fingerprint))
+
     async def payload(self, plan: Plan, state_id: bytes) -> AsyncIterator[bytes]:
         """Chunks of the payload the engine asks for; ends early, or at once, if it cannot be had any more."""
         offer = next((offer for offer in plan.offers if offer.head.state_id == state_id and offer.sendable), None)

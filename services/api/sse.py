@@ -5,7 +5,8 @@ as an event. Owns the life of the response: when the client goes away, the sourc
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -22,19 +23,32 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no proxy m
 T = TypeVar("T")
 
 
-def data_line(value: Any) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+@dataclass(frozen=True)
+class Wire:
+    """How one flavour of API writes events: `named` by their type, what comes at the end, what a failure looks like."""
+
+    named: bool
+    end: bytes
+    failure: Callable[[ApiError], dict[str, Any]]
+
+    def lines(self, value: Mapping[str, Any]) -> bytes:
+        name = f"event: {value['type']}\n".encode() if self.named else b""
+        return name + b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+OPENAI = Wire(named=False, end=DONE, failure=ApiError.body)
 
 
 class EventStream(Response):
-    """Sends what `source` yields, then [DONE]. `on_error` turns a failure of the source into the ApiError to tell;
-    `on_gone` is called if the client left before the end."""
+    """Sends what `source` yields, as `wire` writes it. `on_error` turns a failure of the source into the ApiError to
+    tell; `on_gone` is called if the client left before the end."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        source: AsyncGenerator[Any, None],
+        source: AsyncGenerator[Mapping[str, Any], None],
+        wire: Wire,
         ping_interval_s: float,
         on_error: Callable[[Exception], ApiError],
         on_gone: Callable[[], None],
@@ -42,6 +56,7 @@ class EventStream(Response):
         self.status_code = 200
         self.background = None
         self._source = source
+        self._wire = wire
         self._ping_interval_s = ping_interval_s
         self._on_error = on_error
         self._on_gone = on_gone
@@ -67,10 +82,10 @@ class EventStream(Response):
         source = with_pauses(self._source, self._ping_interval_s)
         try:
             async for value in source:
-                yield PING if value is PAUSE else data_line(value)
-            yield DONE
+                yield PING if value is PAUSE else self._wire.lines(value)
+            yield self._wire.end
         except Exception as error:  # headers are out: the failure has to be told in the stream
-            yield data_line(self._on_error(error).body())
+            yield self._wire.lines(self._wire.failure(self._on_error(error)))
         finally:
             await source.aclose()
 

@@ -91,6 +91,10 @@ class TextTokenizer:
             return []
         return list(self._plain.encode(self.restore(marked), add_special_tokens=False).ids)
 
+    def knows(self, token_id: int) -> bool:
+        """Whether an id is in the vocabulary."""
+        return token_id in self._bytes or token_id in self._added_by_id
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes an id adds to the text; an added token's literal. Ids outside the vocabulary add nothing."""
         added = self._added_by_id.get(token_id)

@@ -44,6 +44,11 @@ class Body(BaseModel):
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
+def body_schema(kind: type[BaseModel]) -> dict[str, Any]:
+    """For the published OpenAPI document: what an endpoint's body is."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
+
+
 def parse_json(raw: bytes) -> Any:
     """Raises MalformedJson with the place."""
     try:

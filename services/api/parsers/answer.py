@@ -72,3 +72,25 @@ class AnswerParser:
             elif text := self._stops.feed(event.text):
                 out.append(Content(text))
         return out
+
+
+class TextParser:
+    """Output that is text and nothing else, as AnswerParser gives it: only stop strings are looked for."""
+
+    thinking = False
+    calls = 0
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = StopStrings(stops)
+
+    @property
+    def stopped(self) -> bool:
+        return self._stops.hit is not None
+
+    def feed(self, text: str) -> list[Delta]:
+        ready = self._stops.feed(text)
+        return [Content(ready)] if ready else []
+
+    def finish(self, cut: bool) -> list[Delta]:
+        rest = self._stops.finish()
+        return [Content(rest)] if rest else []
