@@ -5,8 +5,11 @@ import importlib
 
 BENCHMARKS = {
     "arithmetic": ("services.tools.bench_arithmetic", "the error of the experts' 16-bit inputs, beside 8 bits"),
-    "experts": ("services.tools.bench_experts", "the routed experts on the processor, every instruction set it has"),
-    "step": ("services.tools.bench_step", "a layer's routed experts on GPU and CPU, every placement in one run"),
+    "experts-cpu": (
+        "services.tools.bench_experts_cpu",
+        "the routed experts on the processor, every instruction set it has",
+    ),
+    "experts": ("services.tools.bench_experts", "a layer's routed experts on GPU and CPU, every placement in one run"),
     "dense": ("services.tools.bench_dense", "every dense kernel of a decoded token on the GPU, against its bytes"),
 }
 

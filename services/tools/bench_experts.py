@@ -1,204 +1,183 @@
-"""`thimble bench experts`: the routed experts on this machine's processor, every instruction set it has, in one run.
+"""`thimble bench experts`: one MoE layer's routed experts on this machine's GPU and CPU, all placements in one run.
 
-Synthetic: random NVFP4 blocks at the real model's shape, more than the caches hold, all of them in RAM, 92.5 % zeros
-with an alive set of its own for every token and expert. What is compared is a plain read: all threads read the same
-slots and compute nothing. A step's bytes are all of `up`, and of `down` the rows of alive neurons and the scales of
-their groups. Bits are compared with the definition's before anything is timed. Reads and steps take turns.
+Synthetic: random NVFP4 blocks at the real model's shape, larger than every cache of the processors, all of them in RAM,
+the alive set different for every token and expert. A time is a layer's, averaged over a graph of many layers: router
+result in, latent output out, hand-off included. Methods take turns within each round, so that drift touches all alike;
+the table gives medians. Results are compared bit for bit before anything is timed.
 """
 
 import argparse
-import ctypes
+import hashlib
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from kernels.block import GROUP, BlockLayout, Bytes
-from kernels.experts import reference
-from kernels.experts.cpu.sums import sizes, up_sums
-from kernels.experts.host.binding import Catalog, Host
-from kernels.workers.pool import Workers, available_isas, default_threads, isa_number, native
+from kernels.block import GROUP, BlockLayout
+from kernels.build import library
+from kernels.experts import decode, handoff
+from kernels.experts.decode_step import FINGERPRINT
+from kernels.experts.device.rates import ReadRates
+from kernels.experts.device.turns import Route, SharedSlots
+from kernels.experts.host.binding import Host
+from kernels.workers.pool import Workers, available_isas, default_threads
 from services.tools import figures
+from services.tools.expert_rig import Method, Rig
 from services.tools.synthetic_blocks import SyntheticBlocks
 
+LAYERS, EXPERTS, TOP_K = 40, 32, 22  # 1,280 blocks, 4 GB
+SPIN_US = 2000  # workers stay awake between the layers of a token
 LAYOUT = BlockLayout(1024, 2688)
-TOP_K = 22
-WIDE = 64  # tokens of a prefill step
-SPIN_US = 1000
-
-
-@dataclass(frozen=True)
-class Given:
-    """A step's arguments and the bytes that it reads."""
-
-    ids: torch.Tensor
-    weights: torch.Tensor
-    x: torch.Tensor
-    read_bytes: int = 0
-    alive: float = 0.0
-    touched: float = 0.0
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Medians of one instruction set and number of threads."""
-
-    read_gbs: float
-    up_gbs: float  # of `up` alone on one core
-    step_us: float
-    step_gbs: float
-    wide_us: float  # of a step of WIDE tokens, a token
+# The published method at its best: whole groups are read fastest by fewer programs, and one lane of copies is enough.
+PUBLISHED = [
+    Method(f"published, {waves} waves, {lanes} lane(s)", Route.COPY_UP, TOP_K, waves, True, splits=8, lanes=lanes)
+    for waves, lanes in ((2, 1), (3, 1), (3, 2))
+]
+GPU_ONLY = [
+    Method("copy whole blocks", Route.COPY_BLOCK, TOP_K, waves=2),
+    Method("copy up, alive rows of down", Route.COPY_UP, TOP_K, waves=2),
+    Method("GPU alone, read in place", share=TOP_K),
+]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
-    parser.add_argument("--blocks", type=int, default=256, help="blocks in RAM, 3.1 MB each (default 256)")
-    parser.add_argument("--rounds", type=int, default=30, help="timed steps of each (default 30)")
-    parser.add_argument("--threads", help="numbers of threads, comma separated (default 1 and all but two)")
-    parser.add_argument("--isa", help="instruction sets, comma separated (default all that there are)")
+    parser.add_argument("--rounds", type=int, default=12, help="timed replays of each method (default 12)")
     parser.add_argument("--clustered", action="store_true", help="alive neurons keep together in groups")
 
 
 def run(args: argparse.Namespace) -> int:
-    isas = args.isa.split(",") if args.isa else available_isas()
-    threads = [int(n) for n in args.threads.split(",")] if args.threads else sorted({1, default_threads()})
-    blocks = SyntheticBlocks(LAYOUT, 1, args.blocks, args.clustered)
-    with tempfile.TemporaryDirectory() as folder:
+    if not torch.cuda.is_available():
+        print(
+            "bench experts needs a CUDA device; thimble bench experts-cpu measures the processor alone", file=sys.stderr
+        )
+        return 2
+    blocks = SyntheticBlocks(LAYOUT, LAYERS, EXPERTS, args.clustered)
+    all_threads = default_threads()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        begun = time.monotonic()
         catalog = blocks.write(Path(folder) / "experts.bin")
-        steps = [given(blocks, catalog, 1, seed) for seed in range(args.rounds)]
-        alive, touched = (statistics.mean(getattr(one, name) for one in steps) for name in ("alive", "touched"))
-        print(f"{args.blocks} synthetic blocks, {alive:.3f} of the neurons alive, {touched:.3f} of the groups touched")
-        print(f"{'':<20}{'read':>9}{'up, 1 core':>12}{'step of 22':>12}{'':>9}{'of read':>9}{f'{WIDE} tokens':>14}")
-        for isa in isas:
-            for count in threads:
-                rates = measure(blocks, catalog, steps, isa, count, args.rounds)
-                print(line(isa, count, rates), flush=True)
-                if args.out:
-                    note = (
-                        f"{isa}, {count} threads, synthetic blocks, {alive:.3f} alive, {touched:.3f} of groups touched"
-                    )
-                    write(args.out, rates, note)
+        hosts, shared = {}, {}
+        for threads in sorted({min(6, all_threads), min(8, all_threads), all_threads}):
+            hosts[threads] = Host(catalog, Workers(threads, SPIN_US), slots=LAYERS * EXPERTS, readers=8)
+            stack.callback(hosts[threads].close)
+            fill_slots(hosts[threads])
+            shared[threads] = SharedSlots(hosts[threads])
+            stack.callback(shared[threads].close)
+        print(f"{LAYERS * EXPERTS} blocks written, read and verified in {time.monotonic() - begun:.0f} s", flush=True)
+        first_share = {threads: ReadRates(slots).first_share(TOP_K) for threads, slots in shared.items()}
+        print(
+            "the GPU's first share:",
+            ", ".join(f"{n:.1f} of {TOP_K} beside {t} threads" for t, n in first_share.items()),
+        )
+        rigs = {}
+        for threads, slots in shared.items():
+            methods = [Method("CPU alone", share=0), Method("split")]
+            for method in [*methods, *((*GPU_ONLY, *PUBLISHED) if threads == all_threads else ())]:
+                name = method.name if method in (*GPU_ONLY, *PUBLISHED) else f"{method.name}, {threads} threads"
+                rigs[name] = Rig(slots, LAYERS, 1, TOP_K, method, first_share[threads])
+        print(f"graphs of {len(rigs)} methods ready after {time.monotonic() - begun:.0f} s", flush=True)
+        report(args, blocks, rigs, ReadRates(shared[all_threads]), all_threads)
+        for rig in reversed(rigs.values()):
+            rig.close()
     return 0
 
 
-def line(isa: str, threads: int, rates: Rates) -> str:
-    return (
-        f"{f'{isa}, {threads} threads':<20}{rates.read_gbs:>5.1f} GB/s{rates.up_gbs:>7.1f} GB/s{rates.step_us:>9.0f} us"
-        f"{rates.step_gbs:>5.1f} GB/s{rates.step_gbs / rates.read_gbs:>9.2f}{rates.wide_us:>7.0f} us/token"
-    )
+def fill_slots(host: Host) -> None:
+    ids = torch.arange(EXPERTS, dtype=torch.int32).view(1, -1)
+    for layer in range(LAYERS):
+        host.step(layer, ids, torch.ones(1, EXPERTS), torch.ones(1, LAYOUT.latent))
 
 
-def write(path: Path, rates: Rates, note: str) -> None:
-    figures.append(path, "experts_cpu.read", rates.read_gbs, "GB/s", note)
-    figures.append(path, "experts_cpu.up_one_core", rates.up_gbs, "GB/s", note)
-    figures.append(path, "experts_cpu.step", rates.step_us, "us", f"22 hits, {note}")
-    figures.append(path, "experts_cpu.step_rate", rates.step_gbs, "GB/s", f"22 hits, {note}")
-    figures.append(path, "experts_cpu.step_over_read", rates.step_gbs / rates.read_gbs, "ratio", f"22 hits, {note}")
-    figures.append(path, "experts_cpu.prefill_token", rates.wide_us, "us", f"step of {WIDE} tokens, {note}")
-
-
-def given(blocks: SyntheticBlocks, catalog: Catalog, rows: int, seed: int) -> Given:
-    """Random experts and inputs; for one row also what they read, from the real alive set."""
+def inputs(blocks: SyntheticBlocks, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.stack([torch.randperm(blocks.experts, generator=generator)[:TOP_K] for _ in range(rows)]).int()
-    weights, x = torch.rand(rows, TOP_K, generator=generator), blocks.inputs(rows, seed)
-    if rows > 1:
-        return Given(ids, weights, x)
-    alive, touched = 0, 0
-    for id in ids[0].tolist():
-        neurons = alive_neurons(catalog, id, x)
-        alive += int(neurons.sum())
-        touched += int(neurons.view(-1, GROUP).any(dim=1).sum())
-    read_bytes = TOP_K * LAYOUT.down_values + alive * LAYOUT.latent // 2 + touched * LAYOUT.latent
-    return Given(ids, weights, x, read_bytes, alive / TOP_K / LAYOUT.width, touched * GROUP / TOP_K / LAYOUT.width)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(LAYERS)]).int()
+    weights = torch.rand(LAYERS, 1, TOP_K, generator=generator)
+    return ids.view(LAYERS, 1, TOP_K), weights, blocks.inputs(LAYERS, seed).view(LAYERS, 1, -1)
 
 
-def alive_neurons(catalog: Catalog, id: int, x: torch.Tensor) -> torch.Tensor:
-    block = read_block(catalog, id)
-    xq, e = reference.quantise(x)
-    sums = torch.from_numpy(up_sums(available_isas()[-1], LAYOUT, block, xq.numpy(), 0, LAYOUT.width))
-    v = reference.rescale(sums.double(), float(catalog.up_scales[0, id]), e)
-    return reference.quantise(torch.where(v > 0, v * v, 0.0))[0][0] != 0
-
-
-def read_block(catalog: Catalog, id: int) -> Bytes:
-    offset = int(catalog.offsets[0, id])
-    return np.fromfile(catalog.path, np.uint8, LAYOUT.block_bytes, offset=offset)
-
-
-def measure(
-    blocks: SyntheticBlocks, catalog: Catalog, steps: list[Given], isa: str, threads: int, rounds: int
-) -> Rates:
-    workers = Workers(threads, SPIN_US)
-    host = Host(catalog, workers, slots=blocks.experts, readers=4, isa=isa)
-    fill(host, blocks)
-    check_bits(host, catalog, steps[0])
-    wide = given(blocks, catalog, WIDE, 1000)
-    start, size_bytes = host.memory()
-    read_s, step_s, wide_s = [], [], []
-    for number, one in enumerate(steps):
-        # In turns, so that whatever else the machine does touches all alike.
-        read_s.append(seconds(lambda: read(workers, start, size_bytes)) / size_bytes)
-        step_s.append(seconds(lambda one=one: host.step(0, one.ids, one.weights, one.x)) / one.read_bytes)  # type: ignore[misc]
-        if number % (rounds // 3 or 1) == 0:
-            wide_s.append(seconds(lambda: host.step(0, wide.ids, wide.weights, wide.x)) / WIDE)
-    up_gbs = up_alone(isa, start, blocks.experts, steps[0].x)
-    host.close()
-    workers.close()
-    of_step = statistics.median(step_s)
-    read_bytes = statistics.mean(one.read_bytes for one in steps)
-    return Rates(
-        read_gbs=1e-9 / statistics.median(read_s),
-        up_gbs=up_gbs,
-        step_us=of_step * read_bytes * 1e6,
-        step_gbs=1e-9 / of_step,
-        wide_us=statistics.median(wide_s) * 1e6,
+def report(
+    args: argparse.Namespace, blocks: SyntheticBlocks, rigs: dict[str, Rig], rates: ReadRates, threads: int
+) -> None:
+    check_bits(blocks, rigs)
+    rig = rigs["GPU alone, read in place"]
+    alive = float((rig.step.hq != 0).float().mean())
+    touched = float(rig.step.touched_count.float().mean()) / (LAYOUT.width // GROUP)
+    down_bytes = TOP_K * (alive * LAYOUT.width * LAYOUT.latent / 2 + touched * LAYOUT.width // GROUP * LAYOUT.latent)
+    step_bytes = TOP_K * LAYOUT.down_values + down_bytes
+    times: dict[str, list[float]] = {name: [] for name in rigs}
+    for name in rigs:
+        for warm in range(4):
+            rigs[name].fill(*inputs(blocks, 100 + warm))
+            rigs[name].replay()
+    together = []
+    for round_ in range(args.rounds):
+        given = inputs(blocks, 1000 + round_)
+        together.append(rates.together())
+        for name, rig in rigs.items():
+            rig.fill(*given)
+            times[name].append(rig.replay() / LAYERS * 1e3)
+    handoff_us = hand_off(rigs[f"CPU alone, {threads} threads"])
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    aggregate = statistics.median(cpu + gpu for cpu, gpu in together)
+    floor_us = step_bytes / aggregate / 1e3
+    published = min(medians[method.name] for method in PUBLISHED)
+    copy_rate = rates.copy()
+    print(f"alive {alive:.3f}, groups touched {touched:.3f}, {step_bytes / 1e6:.1f} MB a layer (synthetic blocks)")
+    print(f"copy engine {copy_rate:.1f} GB/s; CPU reading {rates.cpu():.1f}; both at once {aggregate:.1f} GB/s")
+    print(f"kernels {fingerprint()}\n\n{'method':<36}{'us a layer':>11}{'x published':>13}{'x floor':>9}")
+    for name, value in medians.items():
+        share = rigs[name].turns.times()
+        split = f"  GPU takes {share.gpu_experts / max(1, share.turns):.1f}" if name.startswith("split") else ""
+        print(f"{name:<36}{value:>11.0f}{value / published:>13.2f}{value / floor_us:>9.2f}{split}")
+    print(f"{'floor':<36}{floor_us:>11.0f}\nhand-off alone {handoff_us:.1f} us")
+    best_bytes = TOP_K * (LAYOUT.down_values + touched * LAYOUT.width // GROUP * (GROUP + 2) * LAYOUT.latent / 2)
+    rate = best_bytes / (published - handoff_us) / 1e3
+    print(
+        f"published method: {rate:.1f} GB/s over PCIe beside its hand-off, {rate / copy_rate:.2f} of the copy engine's"
     )
+    if args.out:
+        ours = medians[f"split, {threads} threads"]
+        kind = "clustered" if args.clustered else "independent"
+        note = f"synthetic blocks ({kind} neurons), 22 hits, {threads} threads, torch {torch.__version__}"
+        rows = [("split_over_published", ours / published, "ratio"), ("split_over_floor", ours / floor_us, "ratio")]
+        rows += [(name.replace(" ", "_").replace(",", ""), value, "us") for name, value in medians.items()]
+        rows += [("published_over_copy", rate / copy_rate, "ratio")]
+        rows += [("floor", floor_us, "us"), ("aggregate_read", aggregate, "GB/s"), ("copy_engine", copy_rate, "GB/s")]
+        for name, value, unit in rows:
+            figures.append(args.out, f"expert_step.{name}", value, unit, note)
+        figures.append(
+            args.out, "decode.handoff_us", handoff_us, "us", "no expert to compute; 40 hand-offs in one graph"
+        )
 
 
-def fill(host: Host, blocks: SyntheticBlocks) -> None:
-    for first in range(0, blocks.experts, TOP_K):
-        ids = torch.arange(first, min(first + TOP_K, blocks.experts), dtype=torch.int32)[None]
-        host.step(0, ids, torch.ones(ids.shape), torch.ones(1, LAYOUT.latent))
+def check_bits(blocks: SyntheticBlocks, rigs: dict[str, Rig]) -> None:
+    """All methods agree on a token. The reference itself is compared in tests/kernels/test_turns.py."""
+    outputs = {}
+    for name, rig in rigs.items():
+        rig.fill(*inputs(blocks, 7))
+        rig.out.fill_(float("nan"))
+        rig.replay()
+        outputs[name] = rig.out.clone()
+    first = next(iter(outputs.values()))
+    wrong = [name for name, out in outputs.items() if not torch.equal(out, first)]
+    if wrong or not bool(first.isfinite().all()):
+        raise RuntimeError(f"not the same bits: {wrong or 'not finite'}")
 
 
-def check_bits(host: Host, catalog: Catalog, one: Given) -> None:
-    """No speed of wrong results: three experts against the definition."""
-
-    def expert(id: int) -> reference.Expert:
-        scales = float(catalog.up_scales[0, id]), float(catalog.down_scales[0, id])
-        return reference.unpack_expert(read_block(catalog, id), LAYOUT, *scales)
-
-    ids, weights = one.ids[:, :3].contiguous(), one.weights[:, :3].contiguous()
-    if not torch.equal(host.step(0, ids, weights, one.x), reference.step(ids, weights, one.x, expert)):
-        raise RuntimeError("the result differs from the definition: nothing was measured")
+def hand_off(rig: Rig) -> float:
+    """Microseconds a layer when there is no expert to compute, since no input is finite."""
+    ids, weights, x = rig.ids.cpu(), rig.weights.cpu(), torch.full(rig.x.shape, torch.nan)
+    rig.fill(ids, weights, x)
+    return statistics.median(rig.replay() for _ in range(20)) / LAYERS * 1e3
 
 
-def up_alone(isa: str, start: int, blocks: int, x: torch.Tensor) -> float:
-    """GB/s of `up` over all blocks in memory, one after another on the calling thread; the best of three."""
-    of_block, values = sizes(LAYOUT), reference.quantise(x)[0].to(torch.int16)
-    sums = torch.empty(LAYOUT.width, dtype=torch.int64)
-    pointers = ctypes.c_void_p(values.data_ptr()), 1, 0, LAYOUT.width, ctypes.c_void_p(sums.data_ptr())
-    layout, number = ctypes.c_void_p(of_block.ctypes.data), isa_number(isa)
-
-    def all_blocks() -> None:
-        for block in range(blocks):
-            address = ctypes.c_void_p(start + block * LAYOUT.block_bytes)
-            native().thimble_up_sums(number, layout, address, *pointers)
-
-    return blocks * LAYOUT.down_values / min(seconds(all_blocks) for _ in range(3)) * 1e-9
-
-
-def read(workers: Workers, start: int, size_bytes: int) -> None:
-    native().thimble_read(ctypes.c_void_p(workers.handle), ctypes.c_uint64(start), ctypes.c_int64(size_bytes))
-
-
-def seconds(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
+def fingerprint() -> str:
+    """Of what was compiled: the C++ library's name holds a hash of its sources and flags; the Triton source, hashed."""
+    sources = "".join(Path(str(module.__file__)).read_text() for module in (decode, handoff))
+    triton_hash = hashlib.sha256(sources.encode()).hexdigest()[:16]
+    return f"{library().stem} {available_isas()[-1]}; triton {triton_hash}; {FINGERPRINT}"
