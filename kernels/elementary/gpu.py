@@ -21,7 +21,7 @@ def power_of_two(exponent):
 @triton.jit
 def exp(x):
     """e^x: zero for -inf, inf above 88.73, NaN for NaN. x = n ln2 + r, e^r by its Taylor series, 2^n by its bits."""
-    inside = tl.minimum(tl.maximum(x, -110.0), 90.0)
+    inside = tl.where(x == x, tl.minimum(tl.maximum(x, -110.0), 90.0), 0.0)
     n = (inside * _LOG2_E + _ROUND) - _ROUND
     r = tl.fma(n, -_LN2_LOW, tl.fma(n, -_LN2_HIGH, inside))
     series = tl.fma(r, 1.0 / 5040, 1.0 / 720)

@@ -86,7 +86,7 @@ def tiling(form: str, rows: int, columns: int, tokens: int) -> Tiling:
     """The fixed configuration of a shape class."""
     steps = columns // (_VALUES[form] * 128)
     tile = 4 if rows < 4096 else 8
-    return Tiling(tile if tokens == 1 else max(2, tile // 2), 4, ahead=steps > 1)
+    return Tiling(max(2, tile // triton.next_power_of_2(tokens)), 4, ahead=steps > 1)
 
 
 FINGERPRINT = "triton-f32 " + " ".join(

@@ -33,7 +33,8 @@ COPY_BYTES = 2 << 30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
-    parser.add_argument("--sweep", action="store_true", help="time other tilings instead, for one token")
+    parser.add_argument("--sweep", action="store_true", help="time other tilings instead")
+    parser.add_argument("--tokens", type=int, default=1, help="tokens of a sweep (default 1)")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--seconds", type=float, default=110.0, help="begin no case after this (default 110)")
     parser.add_argument("--jobs", type=int, default=12, help="kernels compiled at once (default 12)")
@@ -108,17 +109,18 @@ def measure(case: Case, args: argparse.Namespace, copy_rate: float) -> None:
 def try_tilings(case: Case, args: argparse.Namespace, copy_rate: float) -> None:
     if not case.tilings:
         return
-    compile_all(case, [(1, None), *((1, each) for each in case.tilings)], args.jobs)
-    line(case.name, 1, time_graph(case, 1, None), case.size_bytes, copy_rate, case.error(1, None))
+    tokens, moved = args.tokens, case.size_bytes + (args.tokens - 1) * case.more_bytes
+    compile_all(case, [(tokens, None), *((tokens, each) for each in case.tilings)], args.jobs)
+    line(case.name, tokens, time_graph(case, tokens, None), moved, copy_rate, case.error(tokens, None))
     results = []
     for candidate in case.tilings:
         try:
-            results.append((time_graph(case, 1, candidate), case.error(1, candidate), candidate))
+            results.append((time_graph(case, tokens, candidate), case.error(tokens, candidate), candidate))
         except Exception as failure:  # a tiling that this card cannot run is a result, too
             print(f"    {candidate}: {type(failure).__name__} {str(failure)[:80]}")
     for seconds, error, candidate in sorted(results, key=lambda result: result[0]):
         name = f"  tile {candidate.tile} warps {candidate.warps}{' ahead' if candidate.ahead else ''}"
-        line(name, 1, seconds, case.size_bytes, copy_rate, error)
+        line(name, tokens, seconds, moved, copy_rate, error)
 
 
 def measure_token(token: DenseToken, args: argparse.Namespace, copy_rate: float) -> None:

@@ -98,7 +98,8 @@ def sweep(form: str, columns: int) -> list[Tiling]:
     found = []
     for warps in (4, 2, 1):
         several = columns > values * 32 * warps  # steps of a program
-        found += [Tiling(tile, warps, several) for tile in (8, 4, 16)] + ([Tiling(8, warps, False)] if several else [])
+        found += [Tiling(tile, warps, several) for tile in (8, 4, 16, 2)]
+        found += [Tiling(8, warps, False)] if several else []
     return found
 
 

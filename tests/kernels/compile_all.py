@@ -4,12 +4,16 @@ Run by test_gpu_compile.py in a process of its own, since other tests use Triton
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import triton
+from compile_dense import DENSE
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -18,6 +22,7 @@ from kernels.experts import decode, decode_step, handoff
 
 TARGETS = (80, 90, 120)
 LAYOUT = BlockLayout(latent=1024, width=2688)
+SHOWN = ("TOKENS", "T", "K", "FORMAT0", "FP8")
 SIZES = {"LATENT": LAYOUT.latent, "WIDTH": LAYOUT.width}
 
 # kernel, argument types, constants, warps
@@ -92,15 +97,32 @@ def local_bytes(cubin: bytes) -> int:
     return int(fields["STACK"]) + int(fields["LOCAL"])
 
 
+def compile_kernel(kernel: Any, arguments: str, constants: dict[str, Any], warps: int, fuse: bool) -> list[list[Any]]:
+    """Name, bytes of shared memory and bytes of local memory, for each card. `fuse`: a product and a sum may be one."""
+    signature = dict(pair.split(":") for pair in arguments.split())
+    aligned = [
+        parameter.num
+        for parameter in kernel.params
+        if signature.get(parameter.name, "").startswith("*") and not parameter.do_not_specialize_on_alignment
+    ]
+    attributes = {(number,): [["tt.divisibility", 16]] for number in aligned}
+    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, attributes)
+    found = []
+    for capability in TARGETS:
+        options = {"num_warps": warps, "enable_fp_fusion": fuse}
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        shape = " ".join(f"{name}={value}" for name, value in constants.items() if name in SHOWN)
+        name = f"{kernel.fn.__name__} {shape} sm_{capability}"
+        found.append([name, compiled.metadata.shared, local_bytes(compiled.asm["cubin"])])
+    return found
+
+
 def main() -> None:
-    results = []
-    for kernel, arguments, constants, warps in KERNELS:
-        signature = dict(pair.split(":") for pair in arguments.split()) | dict.fromkeys(constants, "constexpr")
-        source = ASTSource(kernel, signature, constants)
-        for capability in TARGETS:
-            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
-            name = f"{kernel.fn.__name__} tokens={constants.get('TOKENS', 1)} sm_{capability}"
-            results.append([name, compiled.metadata.shared, local_bytes(compiled.asm["cubin"])])
+    work = [(*kernel, True) for kernel in KERNELS] + [(*kernel, False) for kernel in DENSE]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # most of the time is the compiler's, outside Python's lock
+        results = [
+            found for futures in [pool.submit(compile_kernel, *each) for each in work] for found in futures.result()
+        ]
     json.dump(results, sys.stdout)
 
 
