@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _PIECE_BYTES = 8 << 20
+_MOST_BYTES = 8 << 30  # enough to know the speed; a whole checkpoint would need as much free space again
 
 
 def forget(paths: Iterable[Path]) -> None:
@@ -22,7 +23,7 @@ def forget(paths: Iterable[Path]) -> None:
 def copy_rate(sources: list[Path], target: Path) -> float:
     """Bytes a second of copying `sources` into `target`, one after the other, up to its being on the disk.
 
-    `target` is removed. Raises OSError.
+    Stops after 8 GiB. `target` is removed. Raises OSError.
     """
     forget(sources)
     begun, size = time.monotonic(), 0
@@ -30,7 +31,7 @@ def copy_rate(sources: list[Path], target: Path) -> float:
         with target.open("wb") as output:
             for source in sources:
                 with source.open("rb", buffering=0) as file:
-                    while piece := file.read(_PIECE_BYTES):
+                    while size < _MOST_BYTES and (piece := file.read(_PIECE_BYTES)):
                         output.write(piece)
                         size += len(piece)
             output.flush()
