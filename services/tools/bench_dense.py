@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sweep", action="store_true", help="time other tilings instead")
     parser.add_argument("--tokens", type=int, default=1, help="tokens of a sweep (default 1)")
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--seconds", type=float, default=110.0, help="begin no case after this (default 110)")
+    parser.add_argument("--seconds", type=float, default=90.0, help="begin no case after this (default 90)")
     parser.add_argument("--jobs", type=int, default=12, help="kernels compiled at once (default 12)")
 
 
