@@ -45,6 +45,7 @@ class Usage:
 class Done:
     finish_reason: str  # stop, length or tool_calls
     usage: Usage
+    stop_string: str | None = None  # that ended it
 
 
 @dataclass
@@ -120,6 +121,10 @@ class Answer:
         self._sent_whole = False
         self._restored_tokens = 0
         self._reasoning_tokens = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self._asked.plan.ids)
 
     async def events(self) -> AsyncGenerator[Delta | Done, None]:
         """Deltas, none of them empty, then Done. Raises ApiError if the engine fails on the way."""
@@ -212,7 +217,7 @@ class Answer:
 
     def _done(self, finish: pb.Finish | None, cut: bool) -> Done:
         reason = "length" if cut else "tool_calls" if self._parser.calls else "stop"
-        prompt_tokens = len(self._asked.plan.ids)
+        prompt_tokens = self.prompt_tokens
         if finish is None or self._parser.stopped:
             usage = Usage(prompt_tokens, len(self._ids), self._restored_tokens, self._reasoning_tokens)
         else:
@@ -234,7 +239,7 @@ class Answer:
         metrics.reasoning_tokens.inc(usage.reasoning_tokens)
         metrics.tool_calls.inc(self._parser.calls)
         metrics.e2e.observe(time.perf_counter() - self._asked.began)
-        return Done(reason, usage)
+        return Done(reason, usage, self._parser.stop_string)
 
     def _hand_over(self, finish: pb.Finish) -> None:
         asked = self._asked

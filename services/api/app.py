@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from services.api import routes, text_routes
+from services.api import anthropic_routes, routes, text_routes
 from services.api.chat import Chats
 from services.api.client import Engines
 from services.api.config import ApiConfig
@@ -56,7 +56,7 @@ def build_app(config: ApiConfig, redis_url: str) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    for module in (routes, text_routes):
+    for module in (routes, text_routes, anthropic_routes):
         app.include_router(module.router)
     app.state.ping_interval_s = config.ping_interval_s
 
@@ -73,7 +73,7 @@ def build_app(config: ApiConfig, redis_url: str) -> FastAPI:
         return found
 
     async def api_error(request: Request, error: Exception) -> Response:
-        return error_response(told(error))
+        return error_response(told(error), request.url.path)
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

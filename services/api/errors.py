@@ -26,6 +26,17 @@ import grpc
 
 CODE_KEY = "thimble-code"  # trailing metadata of a failed call: the engine's stable code
 
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
 
 class ApiError(Exception):
     """A failure that a client or operator can cause. The message says what is wrong and what to do."""
@@ -42,6 +53,10 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The response body, the same as OpenAI's."""
         return {"error": {"message": str(self), "type": self.type, "param": self.param, "code": self.code}}
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """The same as Anthropic's."""
+        return {"type": "error", "error": {"type": ANTHROPIC_TYPES.get(self.status, "api_error"), "message": str(self)}}
 
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}

@@ -93,9 +93,12 @@ class Message(Body):
         return message
 
 
+# A name is written between the angle brackets of the model's call format.
+ToolName = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\s<>]+$")]
+
+
 class Function(Body):
-    # A name is written between the angle brackets of the model's call format.
-    name: str = Field(min_length=1, max_length=256, pattern=r"^[^\s<>]+$")
+    name: ToolName
     description: str | None = None
     parameters: JsonObject | None = None
 

@@ -22,12 +22,15 @@ log = logging.getLogger("services.api.access")
 
 REQUEST_ID = "X-Request-Id"
 _ID_SHAPE = re.compile(r"[A-Za-z0-9._-]{1,128}")  # a client's own id is kept if it is safe to log
+ANTHROPIC = "/v1/messages"  # begins the paths of Anthropic's API
 KEYED = ("/v1", "/tokenize", "/detokenize", "/apply-template")  # begin the paths that need the key
 DRAINED_BYTES = 256 * 1024 * 1024  # of a body that is too large: read to its end, so that the client reads our answer
 
 
-def error_response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body(), error.status, error.headers())
+def error_response(error: ApiError, path: str) -> JSONResponse:
+    """In the shape that clients of this path know."""
+    body = error.anthropic_body() if path.startswith(ANTHROPIC) else error.body()
+    return JSONResponse(body, error.status, error.headers())
 
 
 class Observed:
@@ -61,7 +64,7 @@ class Observed:
         except Exception as error:
             found = self._on_error(error)
             if status == 499:
-                await error_response(found)(scope, receive, send_with_id)
+                await error_response(found, scope["path"])(scope, receive, send_with_id)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.http.labels(route, scope["method"], str(status)).inc()
@@ -98,7 +101,7 @@ class Guarded:
                 raise self._too_large()
         except ApiError as error:
             self._metrics.errors[error.code,].inc()
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         seen = 0
 
@@ -118,6 +121,8 @@ class Guarded:
         if self._key_digest is None or not request.url.path.startswith(KEYED):
             return
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        if not token:  # Anthropic's clients have a header of their own
+            scheme, token = "bearer", request.headers.get("x-api-key", "")
         # Hashes of equal length: the comparison takes the same time whatever was sent.
         given = hashlib.sha256(token.strip().encode()).digest()
         if not hmac.compare_digest(given, self._key_digest) or scheme.lower() != "bearer":

@@ -83,7 +83,8 @@ class EventStream(Response):
         try:
             async for value in source:
                 yield PING if value is PAUSE else self._wire.lines(value)
-            yield self._wire.end
+            if self._wire.end:
+                yield self._wire.end
         except Exception as error:  # headers are out: the failure has to be told in the stream
             yield self._wire.lines(self._wire.failure(self._on_error(error)))
         finally:

@@ -123,7 +123,7 @@ def test_a_client_that_is_gone_before_the_first_event(
         work.close()
         raise ClientGone("at once")
 
-    for module in ("routes", "sse"):
+    for module in ("serving", "sse"):
         monkeypatch.setattr(f"services.api.{module}.until_gone", gone_at_once)
     engine.prompt_s = 30
     with httpx.Client(base_url=api.url, timeout=2) as client, contextlib.suppress(httpx.HTTPError):

@@ -38,6 +38,11 @@ class AnswerParser:
         return self._reasoning.thinking
 
     @property
+    def stop_string(self) -> str | None:
+        """The one that was found."""
+        return self._stops.hit
+
+    @property
     def stopped(self) -> bool:
         """A stop string was found: nothing more will come out."""
         return self._stops.hit is not None
@@ -82,6 +87,11 @@ class TextParser:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = StopStrings(stops)
+
+    @property
+    def stop_string(self) -> str | None:
+        """The one that was found."""
+        return self._stops.hit
 
     @property
     def stopped(self) -> bool:
