@@ -31,7 +31,8 @@ def _convolve(
 ):
     """SiLU of the convolution for the rows that are its channels, other rows as they are; y [T, TILE].
 
-    state [T, 1] points to each token's [CHANNELS, TAPS - 1], the newest input last.
+    state [T, 1] points to each token's [CHANNELS, TAPS - 1], the newest input last. It is shifted in place, and so few
+    elements lie in several threads each: every thread must have read a tap before any writes it, hence the barriers.
     """
     channel = (row - FIRST)[None, :]
     is_channel = (channel >= 0) & (channel < CHANNELS)
@@ -40,6 +41,7 @@ def _convolve(
     mixed = tl.zeros(y.shape, tl.float32)
     for tap in tl.static_range(TAPS - 1):
         past = tl.load(window + tap, mask=mine, other=0.0)
+        tl.debug_barrier()
         mixed = tl.fma(past, tl.load(conv_weight + channel * TAPS + tap, mask=is_channel, other=0.0), mixed)
         if tap > 0:
             tl.store(window + tap - 1, past, mask=mine)
