@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import fnmatch
 import importlib
 import re
 import shlex
@@ -29,6 +30,11 @@ def map_entries() -> set[str]:
     return {entry.rstrip("/") for entry in entries}
 
 
+def off_the_map(wanted: set[str]) -> set[str]:
+    """A line may stand for a family of files: `services/api/responses_*.py`."""
+    return {path for path in wanted if not any(fnmatch.fnmatch(path, entry) for entry in map_entries())}
+
+
 def tracked() -> list[Path]:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
@@ -43,19 +49,16 @@ def wanted_entries(files: list[Path]) -> set[str]:
 
 
 def test_everything_on_the_map_is_there() -> None:
-    assert {entry for entry in map_entries() if not (ROOT / entry).exists()} == set()
+    assert {entry for entry in map_entries() if not list(ROOT.glob(entry))} == set()
 
 
 def test_everything_there_is_on_the_map() -> None:
-    missing = wanted_entries(tracked()) - map_entries()
-    assert missing == set(), "add a line to the map in README.md"
+    assert off_the_map(wanted_entries(tracked())) == set(), "add a line to the map in README.md"
 
 
 def test_the_map_check_can_fail() -> None:
-    assert wanted_entries([Path("services/engine/new.py"), Path("kernels/new/reference.py")]) - map_entries() == {
-        "services/engine/new.py",
-        "kernels/new",
-    }
+    new = [Path("services/engine/new.py"), Path("kernels/new/reference.py"), Path("services/tools/new.py")]
+    assert off_the_map(wanted_entries(new)) == {"services/engine/new.py", "kernels/new"}
 
 
 def commands() -> list[str]:
