@@ -43,7 +43,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Done:
-    finish_reason: str  # stop, length or tool_calls
+    finish_reason: str  # stop, length, tool_calls, or cancelled
     usage: Usage
     stop_string: str | None = None  # that ended it
 
@@ -163,6 +163,11 @@ class Answer:
         """Give the answer up, if it is not complete; also if its events were never begun."""
         if not self._handed_over:
             self._generation.cancel()
+
+    def cancelled(self) -> Done:
+        """The end of an answer that was given up on request."""
+        counts = Usage(self.prompt_tokens, len(self._ids), self._restored_tokens, self._reasoning_tokens)
+        return Done("cancelled", counts)
 
     async def stop_thinking(self) -> bool:
         """False if it is too late."""

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from services.api import anthropic_routes, routes, text_routes
+from services.api import anthropic_routes, responses_routes, routes, text_routes
 from services.api.chat import Chats
 from services.api.client import Engines
 from services.api.config import ApiConfig
@@ -21,6 +21,7 @@ from services.api.metrics import Metrics
 from services.api.middleware import REQUEST_ID, Guarded, Observed, error_response
 from services.api.model_folder import ModelFolder, load_model_folder
 from services.api.records import RecordMemory
+from services.api.responses_memory import ResponseMemory
 from services.api.saving import Saving
 from services.api.snapshots import Snapshots
 from services.api.store import Store
@@ -40,9 +41,11 @@ def build_app(config: ApiConfig, redis_url: str) -> FastAPI:
         store = Store(redis_url, config.redis_timeout_ms / 1000, config.snapshot_ttl_s) if redis_url else None
         engines = Engines(config.engine_addresses)
         app.state.chats = chats = _build_chats(config, folder, engines, store, metrics)
+        app.state.responses = responses = ResponseMemory()
         try:
             yield
         finally:
+            await responses.close()
             await chats.saving.close(config.stop_timeout_s)
             await engines.close()
             if store:
@@ -56,7 +59,7 @@ def build_app(config: ApiConfig, redis_url: str) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    for module in (routes, text_routes, anthropic_routes):
+    for module in (routes, text_routes, anthropic_routes, responses_routes):
         app.include_router(module.router)
     app.state.ping_interval_s = config.ping_interval_s
 

@@ -2,10 +2,12 @@
 engine. Owns which is under way; answer.py owns each.
 """
 
+import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from services.api.answer import Answer, Done
+from services.api.errors import ApiError
 from services.api.parsers.answer import Delta
 
 Opener = Callable[[int], Awaitable[Answer]]  # opens the answer of that number
@@ -20,6 +22,7 @@ class Choices:
         self.answers = [first]
         self._open_next = open_next
         self._closed = False
+        self._cancelled = False
 
     async def events(self) -> AsyncGenerator[tuple[int, Delta | Done], None]:
         """The number of the answer and what it says. Raises ApiError if the engine fails on the way."""
@@ -33,6 +36,11 @@ class Choices:
             try:
                 async for event in events:
                     yield index, event
+            except (ApiError, asyncio.CancelledError):
+                if not self._cancelled or _is_ending():
+                    raise
+                yield index, self.answers[index].cancelled()
+                return
             finally:
                 await events.aclose()
 
@@ -40,7 +48,18 @@ class Choices:
         """End the thinking of the answer under way; False if it is over."""
         return await self.answers[-1].stop_thinking()
 
+    def cancel(self) -> None:
+        """Free the engine's sequence; the events end with what was said by then."""
+        self._cancelled = True
+        self.close()
+
     def close(self) -> None:
         """Give up what is not complete; also if the events were never begun."""
         self._closed = True
         self.answers[-1].close()
+
+
+def _is_ending() -> bool:
+    """Whether it is our own task that was cancelled, and not the call."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

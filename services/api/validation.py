@@ -72,7 +72,9 @@ def validate(kind: type[Kind], data: Any) -> Kind:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        found = error.errors(include_url=False, include_input=False)
+        # Of a field that may be several things, what got furthest was meant.
+        first = max((one for one in found if one["loc"][:1] == found[0]["loc"][:1]), key=lambda one: len(one["loc"]))
         param = _param(kind, first["loc"], first.get("ctx") or {})
         message = first["msg"] if first["msg"].startswith(param) else f"{param}: {first['msg']}"
         raise (Unsupported if first["type"] == "unsupported" else InvalidRequest)(message, param or None) from error
