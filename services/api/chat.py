@@ -5,10 +5,12 @@ request means for the engine; answer.py owns what follows.
 import asyncio
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
 from services.api.answer import Answer, Asked
+from services.api.background import is_background
 from services.api.choices import Choices
 from services.api.client import Engine, Engines
 from services.api.errors import ContextTooLong, InvalidRequest, NotFound, Unsupported
@@ -87,9 +89,13 @@ class Chats:
         engine, info = await self.engines.pick()
         prompt = await self.render(request, info)
         plan = await self.snapshots.plan(prompt, info)
+        background = is_background(request.messages)
+        if background:  # nobody goes on from it, and no dialog shall make room for it
+            plan = replace(plan, keep={}, keep_answer=False)
         self.metrics.prompt_s.observe(time.perf_counter() - began)
         top = (request.top_logprobs or 0) if request.logprobs else None
         start = self._start(request, request_id, plan, info, choice, top, self._thinking(request, prompt))
+        start.low_priority = background
         schemas = {tool.function.name: tool.function.parameters or {} for tool in request.usable_tools}
         parser = AnswerParser(prompt.starts_thinking, schemas or None, request.stops)
         asked = Asked(*self._parts(request, info), plan, parser, bool(request.logprobs), began)
@@ -171,6 +177,7 @@ class Chats:
             min_tokens=sampling.least(max_tokens),
             logprobs=None if top_logprobs is None else pb.Logprobs(top=top_logprobs),
             thinking=thinking,
+            low_priority=False,
         )
 
 

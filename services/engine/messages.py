@@ -30,6 +30,7 @@ def request_of(start: pb.Start) -> Request:
         min_tokens=start.min_tokens,
         logprobs=start.logprobs.top if start.HasField("logprobs") else None,
         thinking=_thinking(start.thinking) if start.HasField("thinking") else None,
+        low_priority=start.low_priority,
     )
 
 

@@ -80,6 +80,7 @@ class Request:
     min_tokens: int = 0
     logprobs: int | None = None
     thinking: Thinking | None = None
+    low_priority: bool = False
 
     def check(self, info: Info) -> None:
         """Raise the RequestError that names the first thing wrong with this request."""

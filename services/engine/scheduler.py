@@ -1,8 +1,9 @@
 """Who runs next: continuous batching of a few sequences. Owns the queue, the places and the pages of what runs.
 
 A step is one token for every sequence that is answering, then one chunk of one prompt. Prompts get a place in the order
-they came in and then take turns. A place comes with all the pages that its request can need, so nothing that runs ever
-waits for memory. Used by the engine's thread only; nothing here waits for anything but the model.
+they came in and then take turns; those of low priority wait until nothing else runs. A place comes with all the pages
+that its request can need, so nothing that runs ever waits for memory. Used by the engine's thread only; nothing here
+waits for anything but the model.
 """
 
 import logging
@@ -51,20 +52,22 @@ class Scheduler:
     @property
     def runnable(self) -> bool:
         """Whether a step would do anything now."""
-        return bool(self.answering or self.reading or self._next_fits())
+        return bool(self.answering or self.reading or self._next_fits() is not None)
 
     def step(self) -> None:
         """Give places, then a token for each answer, then a chunk of a prompt."""
-        while self._next_fits():
-            with self.at_the_cost_of(self.waiting[0]):
-                self._place(self.waiting.popleft())
+        while (upcoming := self._next_fits()) is not None:
+            self.waiting.remove(upcoming)
+            with self.at_the_cost_of(upcoming):
+                self._place(upcoming)
         self.publish()
         if self.answering:
             with self.at_the_cost_of(*self.answering):
                 self._decode(list(self.answering))
-        if self.reading:
-            with self.at_the_cost_of(self.reading[0]):
-                self._read_chunk(self.reading.popleft())
+        if (reader := self._next_reader()) is not None:
+            self.reading.remove(reader)
+            with self.at_the_cost_of(reader):
+                self._read_chunk(reader)
 
     @contextmanager
     def at_the_cost_of(self, *sequences: Sequence) -> Iterator[None]:
@@ -124,11 +127,21 @@ class Scheduler:
         self.pool.check([sequence.state.pages for sequence in self.sequences if sequence.state is not None])
         self.hot.check()
 
-    def _next_fits(self) -> bool:
-        placed = len(self.answering) + len(self.reading) + len(self.restoring)
-        if not self.waiting or placed >= self.places:
-            return False
-        return pages_for(self.waiting[0].reserved_tokens) <= self.pool.free
+    def _next_fits(self) -> Sequence | None:
+        """Whose turn for a place it is, if there is one for it."""
+        placed = [*self.answering, *self.reading, *self.restoring]
+        if not self.waiting or len(placed) >= self.places:
+            return None
+        upcoming = next(filter(_urgent, self.waiting), self.waiting[0])
+        if not _urgent(upcoming) and any(map(_urgent, placed)):
+            return None
+        return upcoming if pages_for(upcoming.reserved_tokens) <= self.pool.free else None
+
+    def _next_reader(self) -> Sequence | None:
+        """Whose turn to read it is. One of low priority would hold up those that answer: a chunk takes long."""
+        if any(map(_urgent, self.reading)):
+            return next(filter(_urgent, self.reading))
+        return self.reading[0] if self.reading and not any(map(_urgent, self.answering)) else None
 
     def _place(self, sequence: Sequence) -> None:
         request = sequence.request
@@ -241,6 +254,10 @@ class Scheduler:
             if sequence in places:
                 places.remove(sequence)
         sequence.release()
+
+
+def _urgent(sequence: Sequence) -> bool:
+    return not sequence.request.low_priority
 
 
 def _as_engine_error(error: Exception) -> EngineError:
