@@ -109,3 +109,9 @@ def test_stubs_are_fresh(tmp_path: Path) -> None:
         assert fresh.read_text() == (ROOT / "services/rpc" / fresh.name).read_text(), (
             f"{fresh.name} is stale: make proto"
         )
+
+
+def test_no_two_test_files_share_a_name() -> None:
+    """Two once did: pytest collects both only as long as it has not seen the first."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
