@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from services.api.anthropic_reply import WIRE, MessageReply
 from services.api.anthropic_request import CountRequest, MessagesRequest
 from services.api.chat import Chats
-from services.api.serving import read_json, respond
+from services.api.serving import read_json, rejoin, respond
 from services.api.validation import body_schema, validate
 
 router = APIRouter()
@@ -17,6 +17,8 @@ router = APIRouter()
 async def messages(request: Request) -> Response:
     """An answer to a dialog, whole or as a stream of events."""
     body = validate(MessagesRequest, await read_json(request))
+    if (joined := await rejoin(request)) is not None:
+        return joined
     choices = await request.app.state.chats.open(body.chat(), request.state.request_id, "msg_")
     return await respond(request, choices, MessageReply(body.model, choices), bool(body.stream), WIRE)
 

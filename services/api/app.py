@@ -22,6 +22,7 @@ from services.api.middleware import REQUEST_ID, Guarded, Observed, error_respons
 from services.api.model_folder import ModelFolder, load_model_folder
 from services.api.records import RecordMemory
 from services.api.responses_memory import ResponseMemory
+from services.api.retries import Retries
 from services.api.saving import Saving
 from services.api.snapshots import Snapshots
 from services.api.store import Store
@@ -42,9 +43,11 @@ def build_app(config: ApiConfig, redis_url: str) -> FastAPI:
         engines = Engines(config.engine_addresses)
         app.state.chats = chats = _build_chats(config, folder, engines, store, metrics)
         app.state.responses = responses = ResponseMemory()
+        app.state.retries = retries = Retries()
         try:
             yield
         finally:
+            retries.close()
             await responses.close()
             await chats.saving.close(config.stop_timeout_s)
             await engines.close()

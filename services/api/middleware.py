@@ -48,8 +48,8 @@ class Observed:
             return
         offered = Headers(scope=scope).get(REQUEST_ID, "")
         request_id = offered if _ID_SHAPE.fullmatch(offered) else secrets.token_hex(16)
-        scope.setdefault("state", {})["request_id"] = request_id
         began = time.perf_counter()
+        scope.setdefault("state", {}).update(request_id=request_id, began=began)
         status = 499  # nothing was sent: the client had gone
 
         async def send_with_id(message: Message) -> None:

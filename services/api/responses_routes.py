@@ -10,7 +10,7 @@ from services.api.messages import Message, ToolCall
 from services.api.responses_memory import ResponseMemory
 from services.api.responses_reply import WIRE, ResponseReply
 from services.api.responses_request import ResponseRequest
-from services.api.serving import read_json, respond
+from services.api.serving import read_json, rejoin, respond
 from services.api.validation import body_schema, validate
 
 router = APIRouter()
@@ -20,6 +20,8 @@ router = APIRouter()
 async def create(request: Request) -> Response:
     """An answer, whole, as a stream of events, or made in the background."""
     body = validate(ResponseRequest, await read_json(request))
+    if (joined := await rejoin(request)) is not None:
+        return joined
     memory: ResponseMemory = request.app.state.responses
     chats: Chats = request.app.state.chats
     previous = body.previous_response_id

@@ -11,7 +11,7 @@ from services.api.errors import EngineLost, NotFound
 from services.api.model_folder import model_ids, thinks
 from services.api.replies import ChatReply
 from services.api.schemas import ChatRequest, ControlRequest
-from services.api.serving import read_json, respond
+from services.api.serving import read_json, rejoin, respond
 from services.api.validation import body_schema, validate
 from services.rpc import engine_pb2 as pb
 
@@ -24,6 +24,8 @@ CREATED = 1_764_374_400  # models have no date of their own; clients sort by it
 async def chat_completions(request: Request) -> Response:
     """Answers to a dialog, whole or as a stream of events."""
     chat = validate(ChatRequest, await read_json(request))
+    if (joined := await rejoin(request)) is not None:
+        return joined
     choices = await request.app.state.chats.open(chat, request.state.request_id)
     return await respond(request, choices, ChatReply(chat, choices), bool(chat.stream))
 

@@ -2,6 +2,7 @@
 all flavours do alike: reading the body, the order of a reply's parts, and that the answers end with the client.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from services.api.answer import Done
 from services.api.choices import Choices
 from services.api.errors import ClientGone, InvalidRequest
 from services.api.parsers.answer import Delta
+from services.api.retries import Work
 from services.api.sse import OPENAI, EventStream, Wire, until_gone
 from services.api.validation import parse_json
 
@@ -43,11 +45,34 @@ async def respond(request: Request, choices: Choices, reply: Reply, stream: bool
 
     if stream:
         return EventStream(_events(choices, reply), wire, state.ping_interval_s, state.on_error, gone)
+    return await _wait(request, Work(choices, asyncio.ensure_future(_whole(choices, reply))))
+
+
+async def rejoin(request: Request) -> Response | None:
+    """The reply to a retry of a request that is still being answered; None if it is to be answered anew."""
+    work = await request.app.state.retries.join(request)
+    return None if work is None else await _wait(request, work)
+
+
+async def _wait(request: Request, work: Work) -> Response:
+    """The whole reply. A failure is told to whoever waits then."""
+
+    async def value() -> dict[str, Any]:
+        return await asyncio.shield(work.value)
+
     try:
-        return JSONResponse(reply.whole(await until_gone(request.receive, _ends(choices))))
+        return JSONResponse(await until_gone(request.receive, value()))
     except ClientGone:
-        gone()
+        request.app.state.chats.metrics.disconnects.inc()
+        await request.app.state.retries.leave(request, work)
         raise
+    except BaseException:
+        work.close()
+        raise
+
+
+async def _whole(choices: Choices, reply: Reply) -> dict[str, Any]:
+    return reply.whole(await _ends(choices))
 
 
 async def _ends(choices: Choices) -> list[Done]:

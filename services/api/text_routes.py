@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from services.api.chat import Chats
 from services.api.errors import InvalidRequest
 from services.api.schemas import ChatRequest
-from services.api.serving import read_json, respond
+from services.api.serving import read_json, rejoin, respond
 from services.api.text import CompletionRequest, DetokenizeRequest, TextReply, TokenizeRequest
 from services.api.validation import body_schema, validate
 
@@ -18,6 +18,8 @@ router = APIRouter()
 async def completions(request: Request) -> Response:
     """The model's continuation of a text, in which special tokens may be written out."""
     body = validate(CompletionRequest, await read_json(request))
+    if (joined := await rejoin(request)) is not None:
+        return joined
     chats: Chats = request.app.state.chats
     choices = await chats.open_text(body, request.state.request_id)
     return await respond(request, choices, TextReply(body, choices), bool(body.stream))

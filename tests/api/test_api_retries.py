@@ -1,0 +1,81 @@
+"""A client that timed out and asks again gets the answer that is under way; any other that leaves ends it."""
+
+import time
+
+import httpx
+import pytest
+from openai import OpenAI
+from running_api import RunningApi
+from scripted_engine import ScriptedEngine
+
+BODY = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
+FIRST = {"x-stainless-read-timeout": "0.5", "x-stainless-retry-count": "0"}
+AGAIN = {"x-stainless-read-timeout": "20", "x-stainless-retry-count": "1"}
+
+
+def leave_after(api: RunningApi, seconds: float, headers: dict[str, str]) -> None:
+    before = api.metric("client_disconnects_total")
+    with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=api.url, timeout=seconds) as client:
+        client.post("/v1/chat/completions", json=BODY, headers=headers)
+    deadline = time.monotonic() + 10
+    while api.metric("client_disconnects_total") == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_official_client_s_retry_joins(api: RunningApi, engine: ScriptedEngine) -> None:
+    engine.prompt_s = 2.5
+    with OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=3, timeout=1.0) as client:
+        reply = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "Hi"}])
+    assert reply.choices[0].message.content == "Hello there, friend."
+    assert len(engine.calls) == 1, "it was begun again"
+    assert not engine.calls[0].cancelled.is_set()
+
+
+def test_an_answer_that_is_complete_waits_for_the_retry(api: RunningApi, engine: ScriptedEngine) -> None:
+    engine.prompt_s = 1.0
+    leave_after(api, 0.5, FIRST)
+    assert engine.calls[0].ended.wait(5)
+    answer = api.client.post("/v1/chat/completions", json=BODY, headers=AGAIN)
+    assert answer.json()["choices"][0]["message"]["content"] == "Hello there, friend."
+    assert len(engine.calls) == 1
+    api.client.post("/v1/chat/completions", json=BODY, headers=AGAIN)
+    assert len(engine.calls) == 2, "an answer is given once"
+
+
+@pytest.mark.parametrize(
+    ("again", "change"),
+    [({"x-stainless-retry-count": "0"}, {}), (AGAIN, {"seed": 5}), (AGAIN | {"Authorization": "Bearer other"}, {})],
+    ids=["no retry", "another request", "another client"],
+)
+def test_others_do_not_join(
+    api: RunningApi, engine: ScriptedEngine, again: dict[str, str], change: dict[str, int]
+) -> None:
+    engine.prompt_s = 1.0
+    leave_after(api, 0.5, FIRST)
+    api.client.post("/v1/chat/completions", json=BODY | change, headers=again)
+    assert len(engine.calls) == 2
+
+
+@pytest.mark.parametrize("headers", [{}, {"x-stainless-read-timeout": "600"}, {"x-stainless-read-timeout": "soon"}])
+def test_a_client_that_just_leaves_ends_it(api: RunningApi, engine: ScriptedEngine, headers: dict[str, str]) -> None:
+    engine.prompt_s = 30
+    leave_after(api, 0.5, headers)
+    assert engine.calls[0].cancelled.wait(5)
+
+
+def test_without_a_retry_it_ends(api: RunningApi, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.api.retries.GRACE_S", 0.5)
+    engine.prompt_s = 30
+    leave_after(api, 0.5, FIRST)
+    assert not engine.calls[0].cancelled.is_set()
+    assert engine.calls[0].cancelled.wait(5)
+
+
+def test_a_retry_that_leaves_too(api: RunningApi, engine: ScriptedEngine) -> None:
+    engine.prompt_s = 2.0
+    leave_after(api, 0.5, FIRST)
+    leave_after(api, 0.5, FIRST | {"x-stainless-retry-count": "1"})
+    answer = api.client.post("/v1/chat/completions", json=BODY, headers=AGAIN)
+    assert answer.status_code == 200
+    assert len(engine.calls) == 1
