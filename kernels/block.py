@@ -17,10 +17,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kernels.elementary.binding import POINTER, SIZE, bind
+
 PAGE = 4096
 GROUP = 16  # weights that share a scale, fixed by NVFP4
 
 Bytes = npt.NDArray[np.uint8]
+
+DOWN = "thimble_block_down", POINTER, POINTER, POINTER, POINTER, SIZE, SIZE
 
 
 @dataclass(frozen=True)
@@ -77,22 +81,38 @@ class BlockLayout:
             if array.shape != shape or array.dtype != np.uint8:
                 raise ValueError(f"{name}: expected uint8 {shape}, found {array.dtype} {array.shape}")
         block = np.zeros(self.block_bytes, np.uint8)
-        block[: self.up_scales] = up_weight.reshape(-1)
-        block[self.up_scales : self.down_values] = up_scale.reshape(-1)
-        rows = block[self.down_values : self.down_scales].reshape(self.width, self.latent // 2)
-        # Two outputs and two neurons at a time: their four codes trade places within two bytes, bytes are transposed.
-        first, second = down_weight[0::2], down_weight[1::2]
-        rows[0::2] = (first & 15 | second << 4).T
-        rows[1::2] = (first >> 4 | second & 0xF0).T
-        block[self.down_scales : self.used_bytes] = down_scale.T.reshape(-1)
+        values, scales = self.up(block)
+        values[:], scales[:] = up_weight, up_scale
+        self.place_down(block, down_weight, down_scale)
         return block
+
+    def up(self, block: Bytes) -> tuple[Bytes, Bytes]:
+        """Where `up` lies in a block, as in the checkpoint: views [width, latent/2] and [width, latent/16]."""
+        return (
+            block[: self.up_scales].reshape(self.width, self.latent // 2),
+            block[self.up_scales : self.down_values].reshape(self.width, self.latent // GROUP),
+        )
+
+    def place_down(self, block: Bytes, down_weight: Bytes, down_scale: Bytes) -> None:
+        """Write `down`, as it is in the checkpoint, to its place in a block of which it touches nothing else."""
+        assert block.shape == (self.block_bytes,)
+        assert block.flags.c_contiguous
+        assert down_weight.shape == (self.latent, self.width // 2)
+        assert down_scale.shape == (self.latent, self.width // GROUP)
+        values, scales = block[self.down_values : self.down_scales], block[self.down_scales : self.used_bytes]
+        function = bind(*DOWN)
+        if function is None:
+            place_down(down_weight, down_scale, values.reshape(self.width, -1), scales.reshape(-1, self.latent))
+            return
+        down_weight, down_scale = np.ascontiguousarray(down_weight), np.ascontiguousarray(down_scale)
+        places = (array.ctypes.data for array in (down_weight, down_scale, values, scales))
+        function(*places, self.latent, self.width)
 
     def unpack(self, block: Bytes) -> tuple[Bytes, Bytes, Bytes, Bytes]:
         """The four checkpoint tensors of a block: the inverse of `pack`."""
         if block.shape != (self.block_bytes,) or block.dtype != np.uint8:
             raise ValueError(f"block: expected uint8 ({self.block_bytes},), found {block.dtype} {block.shape}")
-        up_weight = block[: self.up_scales].reshape(self.width, self.latent // 2)
-        up_scale = block[self.up_scales : self.down_values].reshape(self.width, self.latent // GROUP)
+        up_weight, up_scale = self.up(block)
         rows = block[self.down_values : self.down_scales].reshape(self.width, self.latent // 2)
         scales = block[self.down_scales : self.used_bytes].reshape(self.width // GROUP, self.latent)
         return up_weight.copy(), up_scale.copy(), _repack_nibbles(_split_nibbles(rows).T), scales.T.copy()
@@ -106,6 +126,18 @@ class BlockLayout:
             by_group = block[begin:end].reshape(self.width // GROUP, -1)
             rotated[begin:end] = np.roll(by_group, groups, axis=0).reshape(-1)
         return rotated
+
+
+def place_down(down_weight: Bytes, down_scale: Bytes, values: Bytes, scales: Bytes) -> None:
+    """[latent, width/2] and [latent, width/16] into [width, latent/2] and [width/16, latent].
+
+    The definition that block.cpp must equal, and what there is without a compiler.
+    """
+    # Two outputs and two neurons at a time: their four codes trade places within two bytes, bytes are transposed.
+    first, second = down_weight[0::2], down_weight[1::2]
+    values[0::2] = (first & 15 | second << 4).T
+    values[1::2] = (first >> 4 | second & 0xF0).T
+    scales[:] = down_scale.T
 
 
 def _split_nibbles(packed: Bytes) -> Bytes:

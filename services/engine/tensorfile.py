@@ -51,13 +51,22 @@ class Entry:
     def read(self) -> Tensor:
         """The tensor, in memory of its own. Raises CheckpointError if the file ends before it."""
         data = bytearray(self.size_bytes)
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            if file.readinto(data) != self.size_bytes:
-                raise CheckpointError(f"{self.path}: ends inside tensor {self.name}; fetch the file again")
+        self.read_into(memoryview(data))
         if not self.size_bytes:
             return torch.empty(self.shape, dtype=DTYPES[self.dtype])
         return torch.frombuffer(data, dtype=DTYPES[self.dtype]).reshape(self.shape)
+
+    def read_into(self, data: memoryview) -> None:
+        """The tensor's bytes into `data`, which is as large. Raises CheckpointError if the file ends before it."""
+        assert data.nbytes == self.size_bytes
+        left = data.cast("B")
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self.offset)
+            while left:
+                size = file.readinto(left)  # one read gives at most 2 GiB
+                if not size:
+                    raise CheckpointError(f"{self.path}: ends inside tensor {self.name}; fetch the file again")
+                left = left[size:]
 
     def chunks(self) -> Iterator[bytes]:
         """The tensor's bytes in pieces of at most 16 MiB."""

@@ -9,32 +9,38 @@ repack_dense.py, compared by repack_check.py; this file owns the journey.
 """
 
 import argparse
+import contextlib
 import fcntl
 import hashlib
 import json
+import mmap
 import os
 import shutil
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
+import numpy as np
 import torch
 import xxhash
 
-from kernels.block import Bytes
+from kernels.block import GROUP, BlockLayout, Bytes
 from services.engine.checkpoint import Checkpoint, weight_files
 from services.engine.errors import CheckpointError, DiskError
 from services.engine.experts import store as layout
 from services.engine.experts.store import Block, Store
 from services.engine.tensorfile import write_file
-from services.engine.weights import Linear, expert_name, read_linear
+from services.engine.weights import check_scale, expert_name, linear_parts
 from services.tools import disk_speed, figures, repack_check, repack_dense
 from services.tools.progress import Progress
 from services.tools.repack_dense import Dense
 
 _BATCH_BYTES = 64 << 20
+_WAITING = 2  # threads above the cores: so many wait for the disk at any time
 _SPARE_BYTES = 64 << 20  # for the manifest, the text files and the file system's own needs
 
 
@@ -189,11 +195,11 @@ def _write_experts(source: Checkpoint, experts_path: Path, journal: IO[bytes], b
     batch = max(1, _BATCH_BYTES // block_bytes)
     progress = Progress("repack", total * block_bytes, len(blocks) * block_bytes)
 
-    def pack(number: int) -> tuple[Bytes, Block]:
+    def pack(number: int) -> Block:
         layer, expert = divmod(number, config.experts)
-        return _pack_expert(source, config.moe_layers[layer], expert, number * block_bytes)
+        return _pack_expert(source, config.moe_layers[layer], expert, number * block_bytes, room, file)
 
-    def start(first: int) -> Iterator[tuple[Bytes, Block]]:
+    def start(first: int) -> Iterator[Block]:
         return pool.map(pack, range(first, min(total, first + batch)))
 
     def promise(records: list[Block]) -> None:
@@ -202,56 +208,76 @@ def _write_experts(source: Checkpoint, experts_path: Path, journal: IO[bytes], b
         journal.write(json.dumps(list(map(layout.block_record, records)), separators=(",", ":")).encode() + b"\n")
         journal.flush()
 
+    room = _Room(config.block)
     with (
-        experts_path.open("ab") as file,
-        ThreadPoolExecutor(os.cpu_count()) as pool,
+        _direct(experts_path) as file,
+        ThreadPoolExecutor((os.cpu_count() or 1) + _WAITING) as pool,
         ThreadPoolExecutor(1) as disk,
     ):
         promised: Future[None] | None = None
-        under_way = start(len(blocks))
+        # A batch behind the one that is waited for, so that its last blocks leave no thread idle.
+        under_way = deque((len(blocks) + i * batch, start(len(blocks) + i * batch)) for i in range(2))
         while len(blocks) < total:
-            packed = list(under_way)
-            under_way = start(len(blocks) + len(packed))  # while this batch goes to the disk
-            for data, _ in packed:
-                file.write(data.data)
-            file.flush()
-            # The disk has two batches to write at any time: one that is waited for, one behind it.
+            first, packing = under_way.popleft()
+            packed = list(packing)
+            under_way.append((first + 2 * batch, start(first + 2 * batch)))
             if promised:
                 promised.result()
-            promised = disk.submit(promise, [block for _, block in packed])
-            blocks += [block for _, block in packed]
+            promised = disk.submit(promise, packed)
+            blocks += packed
             progress.update(len(blocks) * block_bytes)
         if promised:
             promised.result()
     progress.close()
 
 
-def _pack_expert(source: Checkpoint, layer: int, expert: int, offset: int) -> tuple[Bytes, Block]:
-    name = expert_name(layer, expert)
-    up, down = (_nvfp4(source, f"{name}.{part}") for part in ("up_proj", "down_proj"))
-    data = source.config.block.pack(*_bytes(up), *_bytes(down))
-    layout.check_scale_codes(source.config.block, data, name)
-    return data, Block(offset, xxhash.xxh64_intdigest(data.data), _scale_2(up), _scale_2(down))
+class _Room(threading.local):
+    """What a thread packs in, used again for each expert. Mapped, as O_DIRECT writes from whole pages only."""
+
+    def __init__(self, shape: BlockLayout) -> None:
+        self.block: Bytes = np.frombuffer(mmap.mmap(-1, shape.block_bytes), np.uint8)  # its padding stays zero
+        self.down_weight = np.empty((shape.latent, shape.width // 2), np.uint8)
+        self.down_scale = np.empty((shape.latent, shape.width // GROUP), np.uint8)
 
 
-def _nvfp4(source: Checkpoint, name: str) -> Linear:
+def _direct(path: Path) -> IO[bytes]:
+    """A file to be written past the page cache, at whatever offset, where its file system can do that."""
+    file = open(path, "r+b" if path.exists() else "xb", buffering=0)  # noqa: SIM115
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | getattr(os, "O_DIRECT", 0))
+    return file
+
+
+def _pack_expert(source: Checkpoint, layer: int, expert: int, offset: int, room: _Room, file: IO[bytes]) -> Block:
+    """Read, pack and write one expert. The kernel lets other threads go on in all four steps."""
+    name, shape = expert_name(layer, expert), source.config.block
+    values, scales = shape.up(room.block)
+    up = _read_nvfp4(source, f"{name}.up_proj", values, scales)
+    down = _read_nvfp4(source, f"{name}.down_proj", room.down_weight, room.down_scale)
+    shape.place_down(room.block, room.down_weight, room.down_scale)
+    block = Block(offset, xxhash.xxh64_intdigest(room.block.data), up, down)
+    written = 0
+    while written < shape.block_bytes:
+        written += os.pwrite(file.fileno(), room.block[written:].data, offset + written)
+    return block
+
+
+def _read_nvfp4(source: Checkpoint, name: str, weight: Bytes, scale: Bytes) -> float:
+    """Read a linear into `weight` and `scale`; its scale of scales. Every scale is checked."""
     form = source.formats[name]
     if form not in ("NVFP4", "W4A16_NVFP4"):
         raise CheckpointError(
             f"tensor {name}.weight: expected NVFP4 (U8), found {form}; routed experts must be NVFP4: use an NVFP4 "
             f"checkpoint, or thimble quantize first"
         )
-    return read_linear(source.tensors, name, form)
-
-
-def _bytes(linear: Linear) -> tuple[Bytes, Bytes]:
-    assert linear.weight_scale is not None
-    return linear.weight.numpy(), linear.weight_scale.view(torch.uint8).numpy()
-
-
-def _scale_2(linear: Linear) -> float:
-    assert linear.weight_scale_2 is not None
-    return float(linear.weight_scale_2)
+    source.tensors[f"{name}.weight"].read_into(weight.data)
+    source.tensors[f"{name}.weight_scale"].read_into(scale.data)
+    check_scale(f"{name}.weight_scale", torch.from_numpy(scale).view(torch.float8_e4m3fn))
+    _, _, *scalars = linear_parts(name, form, ())
+    read = {part: source.tensors[part].read() for part in scalars}
+    for part, scalar in read.items():
+        check_scale(part, scalar)
+    return float(read[f"{name}.weight_scale_2"])
 
 
 def _read_journal(journal: IO[bytes], experts_path: Path, key: str, block_bytes: int) -> list[Block]:

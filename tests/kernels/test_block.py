@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from kernels.block import GROUP, PAGE, BlockLayout, Bytes
+from kernels import block as module
+from kernels.block import DOWN, GROUP, PAGE, BlockLayout, Bytes, place_down
+from kernels.elementary.binding import bind
 
 SUPER = BlockLayout(latent=1024, width=2688)
 ODD = BlockLayout(latent=96, width=48)
@@ -60,6 +62,35 @@ def test_down_is_neuron_major() -> None:
         stored = block[ODD.down_values + neuron * 48 + output // 2] >> 4 * (output % 2) & 15
         assert stored == down_weight[output, neuron // 2] >> 4 * (neuron % 2) & 15
         assert block[ODD.down_scales + neuron // 16 * 96 + output] == down_scale[output, neuron // 16]
+
+
+# Whole squares of the transposition, squares cut short, and less than one.
+SHAPES = [SUPER, ODD, BlockLayout(32, 16), BlockLayout(64, 272), BlockLayout(32, 528), BlockLayout(1024, 48)]
+
+
+@pytest.mark.parametrize("layout", SHAPES, ids=str)
+def test_down_in_cpp_is_its_definition(layout: BlockLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bind(*DOWN) is not None
+    *_, weight, scale = tensors(layout, 7)
+    values = np.empty((layout.width, layout.latent // 2), np.uint8)
+    scales = np.empty((layout.width // GROUP, layout.latent), np.uint8)
+    place_down(weight, scale, values, scales)
+    wanted = np.full(layout.block_bytes, 0xA5, np.uint8)
+    wanted[layout.down_values : layout.down_scales] = values.reshape(-1)
+    wanted[layout.down_scales : layout.used_bytes] = scales.reshape(-1)
+
+    def placed(weight: Bytes) -> Bytes:
+        block = np.full(layout.block_bytes, 0xA5, np.uint8)
+        layout.place_down(block, weight, scale)
+        return block
+
+    assert np.array_equal(placed(weight), wanted), "and nothing beside it is written"
+    assert np.array_equal(placed(np.asfortranarray(weight)), wanted)
+    assert not np.array_equal(placed(weight ^ 1), wanted)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "bind", lambda *_: None)
+        assert np.array_equal(placed(weight), wanted)
+        assert not np.array_equal(placed(weight ^ 1), wanted)
 
 
 @pytest.mark.parametrize("layout", [ODD, BlockLayout(32, 16), BlockLayout(128, 128)], ids=str)
