@@ -3,6 +3,7 @@
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
+JOBS ?= 2# tests at once; they start real servers and watch the clock, so not as many as there are cores
 PIP := $(BIN)/pip --disable-pip-version-check --no-input install --constraint .venv/constraints.txt $(PIP_FLAGS)
 
 .PHONY: up test lint types unit drill proto settings pins clean
@@ -22,7 +23,7 @@ types: .venv/test.stamp
 # The C++ is built first, so that no test's time limit has to cover it; without a compiler the slower paths are tested.
 unit: .venv/test.stamp
 	-$(BIN)/python -m kernels.build
-	$(BIN)/pytest -m "not gpu and not compose"
+	$(BIN)/pytest -m "not gpu and not compose" -n $(JOBS) --dist loadfile
 
 # The compose stack on a real Docker engine (DOCKER_HOST), with stand-in base images; see tests/stack/drill/README.md.
 drill: .venv/test.stamp
