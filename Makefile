@@ -4,14 +4,16 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 JOBS ?= 2# tests at once; they start real servers and watch the clock, so not as many as there are cores
-PIP := $(BIN)/pip --disable-pip-version-check --no-input install --constraint .venv/constraints.txt $(PIP_FLAGS)
+PIP := $(BIN)/pip --disable-pip-version-check --no-input install --no-compile --constraint .venv/constraints.txt $(PIP_FLAGS)
 
-.PHONY: up test lint types unit drill proto settings pins clean
+.PHONY: up test lint types native unit drill proto settings pins clean
 
 up: .venv/up.stamp
 	@exec $(BIN)/thimble up $(ARGS)
 
-test: lint types unit
+test: .venv/test.stamp
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint types native
+	@$(MAKE) --no-print-directory unit
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .
@@ -21,8 +23,10 @@ types: .venv/test.stamp
 	$(BIN)/mypy
 
 # The C++ is built first, so that no test's time limit has to cover it; without a compiler the slower paths are tested.
-unit: .venv/test.stamp
+native: .venv/test.stamp
 	-$(BIN)/python -m kernels.build
+
+unit: native
 	$(BIN)/pytest -m "not gpu and not compose" -n $(JOBS) --dist loadfile
 
 # The compose stack on a real Docker engine (DOCKER_HOST), with stand-in base images; see tests/stack/drill/README.md.
