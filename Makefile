@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 JOBS ?= 2# tests at once; they start real servers and watch the clock, so not as many as there are cores
-PIP := $(BIN)/pip --disable-pip-version-check --no-input install --no-compile --constraint .venv/constraints.txt $(PIP_FLAGS)
+PIP := $(BIN)/pip --disable-pip-version-check --no-input install --constraint .venv/constraints.txt $(PIP_FLAGS)
 
 .PHONY: up test lint types native unit drill proto settings pins clean
 
