@@ -31,7 +31,7 @@ from services.tools.parity import (
 from services.tools.passages import PASSAGES
 
 QUICK = ("chat",)
-HEADING = f"{'passage':<9}{'tokens':>7}{'ppl':>10}{'ref ppl':>10}{'mean KL':>10}{'max KL':>10}{'top-1':>7}{'greedy':>8}"
+HEADING = f"{'passage':<9}{'tokens':>7}{'ppl':>11}{'ref ppl':>11}{'mean KL':>10}{'max KL':>10}{'top-1':>7}{'greedy':>8}"
 KEPT = "verify.reference"  # in the store's folder while the reference runs layer by layer
 
 
@@ -120,7 +120,7 @@ def running(store: Store) -> Iterator[Model]:
 def line(name: str, parity: Parity) -> str:
     margins = "".join(f"  margin {margin:.4f}" for margin in parity.margins)
     return (
-        f"{name:<9}{parity.tokens:>7}{parity.perplexity:>10.5g}{parity.reference_perplexity:>10.5g}"
+        f"{name:<9}{parity.tokens:>7}{parity.perplexity:>11.5g}{parity.reference_perplexity:>11.5g}"
         f"{parity.mean_kl:>10.2e}{parity.max_kl:>10.2e}{parity.top1:>7.3f}{parity.greedy:>5}/{GREEDY_TOKENS}{margins}"
     )
 

@@ -65,7 +65,7 @@ class Turns final : private Partner {
 
   struct Times {
     int64_t turns = 0, gpu_experts = 0, host_experts = 0;
-    int64_t host_ns = 0;   // from the plan to the host's results
+    int64_t host_ns = 0;   // from the post to the host's results, the plan included
     int64_t idle_ns = 0;   // from those to the next post: the GPU computes what follows, or is later than we
     int64_t waited_ns = 0;  // the GPU's wait for the host's results
   };
