@@ -28,7 +28,7 @@ class StopThinking(_message.Message):
     def __init__(self) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("request_id", "ids", "max_tokens", "sampling", "stop_ids", "snapshot_at", "snapshot_answer", "offers", "heads_only", "min_tokens", "logprobs", "thinking", "low_priority")
+    __slots__ = ("request_id", "ids", "max_tokens", "sampling", "stop_ids", "snapshot_at", "snapshot_answer", "offers", "heads_only", "min_tokens", "logprobs", "thinking", "low_priority", "grammar", "user")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,8 @@ class Start(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     THINKING_FIELD_NUMBER: _ClassVar[int]
     LOW_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     ids: _containers.RepeatedScalarFieldContainer[int]
     max_tokens: int
@@ -55,7 +57,9 @@ class Start(_message.Message):
     logprobs: Logprobs
     thinking: Thinking
     low_priority: bool
-    def __init__(self, request_id: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., snapshot_at: _Optional[_Iterable[int]] = ..., snapshot_answer: _Optional[bool] = ..., offers: _Optional[_Iterable[_Union[StateRef, _Mapping]]] = ..., heads_only: _Optional[bool] = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., thinking: _Optional[_Union[Thinking, _Mapping]] = ..., low_priority: _Optional[bool] = ...) -> None: ...
+    grammar: Grammar
+    user: str
+    def __init__(self, request_id: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., snapshot_at: _Optional[_Iterable[int]] = ..., snapshot_answer: _Optional[bool] = ..., offers: _Optional[_Iterable[_Union[StateRef, _Mapping]]] = ..., heads_only: _Optional[bool] = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., thinking: _Optional[_Union[Thinking, _Mapping]] = ..., low_priority: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., user: _Optional[str] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("top",)
@@ -70,6 +74,18 @@ class Thinking(_message.Message):
     end_ids: _containers.RepeatedScalarFieldContainer[int]
     budget_tokens: int
     def __init__(self, end_ids: _Optional[_Iterable[int]] = ..., budget_tokens: _Optional[int] = ...) -> None: ...
+
+class Grammar(_message.Message):
+    __slots__ = ("json_schema", "regex", "lark", "gbnf")
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    LARK_FIELD_NUMBER: _ClassVar[int]
+    GBNF_FIELD_NUMBER: _ClassVar[int]
+    json_schema: str
+    regex: str
+    lark: str
+    gbnf: str
+    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., lark: _Optional[str] = ..., gbnf: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "seed", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
