@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "kernels/experts/cpu/choose.h"
+#include "kernels/experts/host/file_drive.h"
 #include "kernels/experts/host/step.h"
 #include "kernels/experts/host/xxh64.h"
 
@@ -29,6 +30,7 @@ Catalog make_blocks(const std::string& path) {
   catalog.shape = {LATENT, WIDTH, 0, 1024, 1152, 2176, 4096};
   catalog.layers = LAYERS;
   catalog.experts = EXPERTS;
+  catalog.offsets.resize(1);
   std::mt19937 random(1);
   std::ofstream file(path, std::ios::binary);
   for (int key = 0; key < LAYERS * EXPERTS; key++) {
@@ -37,7 +39,7 @@ Catalog make_blocks(const std::string& path) {
     for (size_t at = 1024; at < 1152; at++) block[at] = uint8_t(0x20 + random() % 0x40);
     for (size_t at = 2176; at < 2304; at++) block[at] = uint8_t(0x20 + random() % 0x40);
     file.write(reinterpret_cast<const char*>(block.data()), std::streamsize(block.size()));
-    catalog.offsets.push_back(key * catalog.shape.block_bytes);
+    catalog.offsets[0].push_back(key * catalog.shape.block_bytes);
     catalog.checksums.push_back(xxh64(block.data(), block.size()) ^ (key == DAMAGED));
     catalog.up_scales.push_back(0.003f);
     catalog.down_scales.push_back(0.002f);
@@ -62,7 +64,8 @@ std::vector<Call> make_calls(const Catalog& catalog, const std::string& path) {
   Catalog sound = catalog;
   sound.checksums[DAMAGED] ^= 1;
   std::unique_ptr<Step> step;
-  Cache cache(sound, {path, "lru", LAYERS * EXPERTS, 1, false, false, 0});
+  FileDrive drive(path);
+  Cache cache(sound, {{&drive}, "lru", LAYERS * EXPERTS, 1, false, false, 0});
   step = std::make_unique<Step>(sound, cache, workers, *kernels_for(Isa::plain));
   std::mt19937 random(2);
   std::vector<Call> calls(24);
@@ -93,7 +96,8 @@ int main(int, char** arguments) {
     const int slots[] = {1, 2, 5, 9}, threads[] = {4, 2, 3, 1};
     Workers workers(threads[round % 4], round % 2 * 20);
     std::unique_ptr<Step> step;
-    Cache cache(catalog, {path, "lru", slots[round % 4], 1 + round % 3, false, true, round % 5 ? 0 : 300});
+    FileDrive drive(path);
+    Cache cache(catalog, {{&drive}, "lru", slots[round % 4], 1 + round % 3, false, true, round % 5 ? 0 : 300});
     step = std::make_unique<Step>(catalog, cache, workers, *kernels_for(processor_has(Isa::avx2) ? Isa::avx2 : Isa::plain));
     std::atomic<bool> stop{false};
     std::thread guessing([&] {

@@ -9,6 +9,7 @@
 #include <new>
 
 #include "kernels/experts/cpu/choose.h"
+#include "kernels/experts/host/catalog_abi.h"
 #include "kernels/experts/host/step.h"
 #include "kernels/experts/host/xxh64.h"
 
@@ -39,12 +40,10 @@ const Catalog& catalog_of(void* host) { return host_of(host).catalog; }
 
 }  // namespace thimble
 
-// `sizes`: latent, width, the four offsets of a block, its bytes. Then per key (layer * experts + expert): offset in the
-// file, XXH64, the two scales. Null with a message if it cannot be had. The workers must outlive the host.
-THIMBLE_API void* thimble_host_open(void* workers, int isa, const int64_t* sizes, int layers, int experts,
-                                    const int64_t* offsets, const uint64_t* checksums, const float* up_scales,
-                                    const float* down_scales, const char* path, const char* policy, int slots, int readers,
-                                    int lock_memory, int poison, int read_delay_us, char* message, int64_t message_bytes) {
+// Null with a message if it cannot be had. The workers and the drives must outlive the host.
+THIMBLE_API void* thimble_host_open(void* workers, int isa, const CatalogView* view, const char* policy, int slots,
+                                    int readers, int lock_memory, int poison, int read_delay_us, char* message,
+                                    int64_t message_bytes) {
   try {
     const Kernels* kernels = kernels_for(Isa(isa));
     if (!kernels) {
@@ -52,15 +51,8 @@ THIMBLE_API void* thimble_host_open(void* workers, int isa, const int64_t* sizes
       return nullptr;
     }
     auto host = std::make_unique<Host>();
-    const size_t keys = size_t(layers) * size_t(experts);
-    host->catalog = {{int32_t(sizes[0]), int32_t(sizes[1]), sizes[2], sizes[3], sizes[4], sizes[5], sizes[6]},
-                     layers,
-                     experts,
-                     {offsets, offsets + keys},
-                     {checksums, checksums + keys},
-                     {up_scales, up_scales + keys},
-                     {down_scales, down_scales + keys}};
-    const CacheOptions options{path, policy, slots, readers, lock_memory != 0, poison != 0, read_delay_us};
+    host->catalog = catalog_from(*view);
+    const CacheOptions options{drives_of(*view), policy, slots, readers, lock_memory != 0, poison != 0, read_delay_us};
     host->cache = std::make_unique<Cache>(host->catalog, options);
     host->step = std::make_unique<Step>(host->catalog, *host->cache, *static_cast<Workers*>(workers), *kernels);
     return host.release();

@@ -1,12 +1,13 @@
 """The host library's one door for Python: open, step, prefetch, counters. Owns no policy and no arithmetic.
 
 The C++ side is described where it lives: step.h (the order of work), cache.h (memory, readers, who may write what),
-slots.h (states and leases), block_file.h (the disk).
+slots.h (states and leases), blocks.h (whole and verified), drive.h (where the bytes come from).
 """
 
 import ctypes
 import functools
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from kernels.block import PAGE, BlockLayout
 from kernels.experts.cpu.sums import sizes
+from kernels.experts.host.drives import LIMIT_NS, Drive, DriveError, FileDrive
 from kernels.experts.reference import MOST_INPUTS, check_scales
 from kernels.workers.pool import Workers, isa_number, native
 
@@ -33,8 +35,19 @@ class BlockError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Copy:
+    """A second file that holds blocks too: `offsets` [layers, experts], -1 for a block that is not in it."""
+
+    path: Path
+    offsets: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
 class Catalog:
-    """Every block of a model: `layout`, and per layer and expert [layers, experts] its place, checksum and scales."""
+    """Every block of a model: `layout`, and per layer and expert [layers, experts] its place, checksum and scales.
+
+    All blocks are in the file at `path`; those that `copies` hold as well are read from whichever is less busy.
+    """
 
     path: Path
     layout: BlockLayout
@@ -42,6 +55,7 @@ class Catalog:
     checksums: npt.NDArray[np.uint64]
     up_scales: npt.NDArray[np.float32]
     down_scales: npt.NDArray[np.float32]
+    copies: tuple[Copy, ...] = ()
 
     def __post_init__(self) -> None:
         shape = self.offsets.shape
@@ -49,12 +63,51 @@ class Catalog:
             array = getattr(self, name)
             if array.ndim != 2 or array.shape != shape or not array.flags.c_contiguous:
                 raise ValueError(f"{name}: expected a contiguous array {shape}, found {array.shape}")
-        if (self.offsets % PAGE).any() or (self.offsets < 0).any():
+        for copy in self.copies:
+            if copy.offsets.shape != shape or copy.offsets.dtype != np.int64 or not copy.offsets.flags.c_contiguous:
+                raise ValueError(f"{copy.path}: expected contiguous offsets {shape}, found {copy.offsets.shape}")
+        there = [self.offsets, *(copy.offsets[copy.offsets != -1] for copy in self.copies)]
+        if any((offsets % PAGE).any() or (offsets < 0).any() for offsets in there):
             raise ValueError(f"offsets must be multiples of {PAGE}")
         if max(self.layout.latent, self.layout.width) > MOST_INPUTS:
             raise ValueError(f"an expert may have at most {MOST_INPUTS} inputs and neurons")
         for up, down in zip(self.up_scales.flat, self.down_scales.flat, strict=True):
             check_scales(float(up), float(down))
+
+
+class _View(ctypes.Structure):
+    """catalog_abi.h's CatalogView."""
+
+    _fields_ = (
+        ("sizes", ctypes.c_void_p),
+        ("layers", ctypes.c_int64),
+        ("experts", ctypes.c_int64),
+        ("drive_count", ctypes.c_int64),
+        ("drives", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("checksums", ctypes.c_void_p),
+        ("up_scales", ctypes.c_void_p),
+        ("down_scales", ctypes.c_void_p),
+    )
+
+    def __init__(self, catalog: Catalog, drives: Sequence[Drive]) -> None:
+        offsets = [catalog.offsets, *(copy.offsets for copy in catalog.copies)]
+        assert len(drives) == len(offsets)
+        pointers = ctypes.c_void_p * len(drives)
+        self.kept = (  # as long as this structure
+            sizes(catalog.layout),
+            pointers(*(drive.handle for drive in drives)),
+            pointers(*(array.ctypes.data for array in offsets)),
+            catalog,
+        )
+        super().__init__(
+            self.kept[0].ctypes.data,
+            *catalog.offsets.shape,
+            len(drives),
+            ctypes.addressof(self.kept[1]),
+            ctypes.addressof(self.kept[2]),
+            *(array.ctypes.data for array in (catalog.checksums, catalog.up_scales, catalog.down_scales)),
+        )
 
 
 @functools.cache
@@ -65,11 +118,11 @@ def _library() -> ctypes.CDLL:
     arrays = (pointer, pointer, pointer, pointer)
     lib.thimble_host_open.restype = pointer
     lib.thimble_host_open.argtypes = (
-        *(pointer, number, pointer, number, number),
-        *arrays,
-        *(text, text, number, number, number, number, number),
+        *(pointer, number, ctypes.POINTER(_View), text, number, number, number, number, number),
         *message,
     )
+    lib.thimble_drives_rate.restype = ctypes.c_double
+    lib.thimble_drives_rate.argtypes = (ctypes.POINTER(_View), number, ctypes.c_int64, ctypes.c_uint32)
     lib.thimble_host_close.argtypes = (pointer,)
     lib.thimble_host_step.argtypes = (pointer, number, number, number, *arrays, *message)
     lib.thimble_host_prefetch.argtypes = (pointer, number, pointer, number)
@@ -89,10 +142,24 @@ def xxh64(data: npt.NDArray[np.uint8]) -> int:
     return int(_library().thimble_xxh64(data.ctypes.data, data.size))
 
 
+def open_drives(catalog: Catalog) -> list[Drive]:
+    """Of the catalog's files. Raises HostError if one cannot be opened."""
+    try:
+        return [FileDrive(path) for path in (catalog.path, *(copy.path for copy in catalog.copies))]
+    except DriveError as error:
+        raise HostError(str(error)) from error
+
+
+def read_rate(catalog: Catalog, drives: Sequence[Drive], depth: int, limit_ns: int = LIMIT_NS, seed: int = 0) -> float:
+    """GB/s of random blocks read and verified with `depth` reads in flight for `limit_ns`; at least one read each."""
+    return float(_library().thimble_drives_rate(_View(catalog, drives), depth, limit_ns, seed)) / 1e9
+
+
 class Host:
     """Slots, readers and the steps that use them. `step` by one thread at a time; `prefetch` and the rest beside it.
 
-    `poison` overwrites evicted blocks and `read_delay_us` slows every read: both are for tests.
+    `drives` are the catalog's file and its copies, in that order, or what stands for them in a benchmark; they may be
+    shared with other hosts. `poison` overwrites evicted blocks and `read_delay_us` slows every read: both are for tests.
     """
 
     def __init__(
@@ -107,6 +174,7 @@ class Host:
         lock_memory: bool = False,
         poison: bool = False,
         read_delay_us: int = 0,
+        drives: Sequence[Drive] | None = None,
     ) -> None:
         if slots < 1 or readers < 1:
             raise HostError(f"{slots} slots and {readers} readers: at least one of each")
@@ -114,16 +182,11 @@ class Host:
         self.workers = workers  # also keeps the pool alive
         self._message = ctypes.create_string_buffer(_MESSAGE_BYTES)
         layers, experts = catalog.offsets.shape
-        of_block = sizes(catalog.layout)
-        arrays = (catalog.offsets, catalog.checksums, catalog.up_scales, catalog.down_scales)
+        self._drives = open_drives(catalog) if drives is None else list(drives)  # kept alive for the readers
         self._handle = _library().thimble_host_open(
             workers.handle,
             isa_number(isa),
-            of_block.ctypes.data,
-            layers,
-            experts,
-            *(array.ctypes.data for array in arrays),
-            str(catalog.path).encode(),
+            _View(catalog, self._drives),
             policy.encode(),
             min(slots, layers * experts),
             readers,

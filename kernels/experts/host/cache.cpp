@@ -29,7 +29,7 @@ Cache::Cache(const Catalog& catalog, const CacheOptions& options)
     : catalog_(catalog),
       options_(options),
       arena_(options.slots, catalog.shape.block_bytes, options.lock_memory, &notice_),
-      file_(catalog, options.path),
+      blocks_(catalog, options.drives),
       table_(options.slots, catalog.keys(), policy_named(options.policy, options.slots)),
       answers_(size_t(options.slots)) {
   sigset_t all, before;
@@ -173,7 +173,7 @@ std::string Cache::take_notice() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!notice_.empty()) return std::exchange(notice_, "");
   }
-  return file_.take_notice();
+  return blocks_.take_notice();
 }
 
 // Under the lock. The evicted block's last lease was given back under the lock too, so nobody reads it while it is poisoned.
@@ -229,7 +229,7 @@ void Cache::fill(const Read& read, std::unique_lock<std::mutex>& lock) {
   reading_++;
   prefetching_ += !read.demanded;
   lock.unlock();
-  const std::string error = file_.read(read.key, arena_.slot(read.lease.slot));
+  const std::string error = blocks_.read(read.key, arena_.slot(read.lease.slot));
   if (options_.read_delay_us) std::this_thread::sleep_for(std::chrono::microseconds(options_.read_delay_us));
   lock.lock();
   reading_--;

@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "kernels/experts/host/arena.h"
-#include "kernels/experts/host/block_file.h"
+#include "kernels/experts/host/blocks.h"
 #include "kernels/experts/host/slots.h"
 
 namespace thimble {
@@ -37,7 +37,8 @@ class Waiter {
 };
 
 struct CacheOptions {
-  std::string path, policy;
+  std::vector<Drive*> drives;  // must outlive the cache
+  std::string policy;
   int slots, readers;
   bool lock_memory;
   bool poison;        // overwrite what is evicted, so that a use after eviction shows; for tests
@@ -99,9 +100,9 @@ class Cache {
 
   const Catalog& catalog_;
   const CacheOptions options_;
-  std::string notice_;  // about memory; before file_, which has its own
+  std::string notice_;  // about memory; the drives have their own
   Arena arena_;
-  BlockFile file_;
+  Blocks blocks_;
   SlotTable table_;
 
   mutable std::mutex mutex_;  // guards everything below, and table_
