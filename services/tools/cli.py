@@ -26,6 +26,7 @@ SUBCOMMANDS = {
     "fetch": Subcommand("services.tools.fetch", "download a checkpoint from a Hugging Face hub or a mirror; resumes"),
     "quantize": Subcommand("services.tools.quantize", "a BF16 checkpoint to the ModelOpt NVFP4/FP8 layout"),
     "repack": Subcommand("services.tools.repack", "a checkpoint to the store that the engine reads"),
+    "ledger": Subcommand("services.tools.ledger", "what a model takes of a graphics card's memory, and what fits"),
     "bench": Subcommand("services.tools.bench", "measure a part of the engine on this machine"),
     "verify": Subcommand("services.tools.verify", "is a store's model that of its checkpoint? against transformers"),
     "perplexity": Subcommand("services.tools.perplexity", "how well a checkpoint predicts given texts"),

@@ -1,0 +1,1 @@
+"""The engine on one GPU: weights, states and keys there, routed experts where their bytes lie."""

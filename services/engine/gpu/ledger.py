@@ -1,0 +1,252 @@
+"""What the engine will take of a card's memory, line by line, worked out before anything is loaded, and what fits.
+
+Owns the arithmetic and the refusal. Touches no device and needs no torch.cuda, so that it answers on any machine. Sizes
+are bytes, budgets MiB as drivers report them. Embeddings stay on the host: a token needs one row of them.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+from kernels.block import GROUP, BlockLayout
+from services.engine.errors import MemoryPlanError
+from services.engine.experts.store import DENSE
+from services.engine.model_config import ModelConfig
+from services.engine.pages import PAGE_TOKENS, pages_for
+from services.engine.state import state_bytes
+from services.engine.tensorfile import DTYPES, read_header
+from services.engine.weights import FLOATS, Shape, dense_tensors
+
+Kv = Literal["bf16", "fp8"]
+Layout = Mapping[str, tuple[str, Shape]]  # of a dense file: name -> dtype as safetensors writes it, and shape
+
+MIB = 1 << 20
+CARD_MIB = 8151  # what the driver reports of an 8 GB card with nothing else on it
+DESKTOP_MIB = 7550  # what a desktop leaves of it
+BUDGETS = {"nothing else on the card": CARD_MIB, "with a desktop": DESKTOP_MIB}
+
+MOST_SEQUENCES = 4  # rows of a step, by the kernels
+MOST_ITEMS = 32  # experts that the GPU takes of one layer
+# What no tensor accounts for. Compared with the driver's own figure by `thimble bench decode`.
+CONTEXT_BYTES = 450 * MIB  # CUDA context, torch's handles, loaded kernels
+GRAPH_BYTES = 8 * MIB  # of one captured token
+MARGIN_BYTES = 64 * MIB  # an allocator's rounding, and what changes between driver versions
+
+_KV_BYTES: dict[Kv, int] = {"bf16": 2, "fp8": 1}
+_F32 = 4
+_SPLITS = 16  # partial sums of `down`, kernels/experts/decode_step.py
+_RUN_TOKENS = 4 * PAGE_TOKENS  # a run of kernels/attention/gpu.py
+_TILE = 1024  # logits a program of kernels/sampling/gpu.py, with 16 steps of 16 digits
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked for. `context_tokens` is each sequence's longest prompt and answer.
+
+    `staging_blocks`: expert blocks copied to the card at once; `chunk_tokens`: prompt tokens of a piece that is read by
+    layers; `image_tokens`: that the ring of projected images holds. 0: not used.
+    """
+
+    sequences: int = 1
+    context_tokens: int = 4096
+    kv: Kv = "bf16"
+    staging_blocks: int = 0
+    chunk_tokens: int = 0
+    image_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.sequences <= MOST_SEQUENCES:
+            raise MemoryPlanError(f"{self.sequences} sequences in a step: this engine takes 1 to {MOST_SEQUENCES}")
+        if self.context_tokens < 1:
+            raise MemoryPlanError(f"a context of {self.context_tokens} tokens: give at least 1")
+        if self.kv not in get_args(Kv):
+            raise MemoryPlanError(f"KV format {self.kv!r}: give one of {', '.join(get_args(Kv))}")
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """`lines`: what takes how many bytes, the largest share first only by the model's nature."""
+
+    wanted: Wanted
+    lines: tuple[tuple[str, int], ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(size for _, size in self.lines)
+
+    def __str__(self) -> str:
+        rows = [*self.lines, ("in all", self.total_bytes)]
+        return "\n".join(f"  {size / MIB:9.1f} MiB  {name}" for name, size in rows)
+
+
+def ledger(config: ModelConfig, dense: Layout, wanted: Wanted) -> Ledger:
+    """Every line, for a dense file of this layout (see `stored_layout`)."""
+    sequences, tokens = wanted.sequences, wanted.context_tokens
+    batches = range(1, sequences + 1)  # a graph each
+    pages = sequences * pages_for(tokens)
+    top_k, layout = config.experts_per_token, config.block
+    lines = [
+        ("dense weights in the checkpoint's formats, without embeddings", dense_bytes(config, dense)),
+        ("CUDA context and kernels (stated, not computed)", CONTEXT_BYTES),
+        (f"states of {sequences} sequences, SSM and convolution in float32", sequences * state_bytes(config)),
+        (f"KV, {pages} pages of {PAGE_TOKENS} tokens in {wanted.kv}", pages * page_bytes(config, wanted.kv)),
+        ("page tables", sequences * pages_for(tokens) * 4),
+        ("attention workspace", attention_bytes(config, sequences, tokens)),
+        (
+            f"expert steps for {sequences} batch sizes",
+            sum(step_bytes(layout, min(rows * top_k, MOST_ITEMS), rows, top_k) for rows in batches),
+        ),
+        ("activations", sum(rows * row_bytes(config) for rows in batches)),
+        ("logits, masks and sampling", sum(rows * sampling_bytes(config.vocab_size) for rows in batches)),
+        (f"graphs of {sequences} batch sizes (stated)", sequences * GRAPH_BYTES),
+        (f"staging, {wanted.staging_blocks} expert blocks", wanted.staging_blocks * layout.block_bytes),
+        (f"prompt pieces of {wanted.chunk_tokens} tokens", wanted.chunk_tokens * row_bytes(config)),
+        (f"images, {wanted.image_tokens} tokens", wanted.image_tokens * config.hidden_size * 2),
+        ("margin", MARGIN_BYTES),
+    ]
+    return Ledger(wanted, tuple((name, size) for name, size in lines if size))
+
+
+def require(config: ModelConfig, dense: Layout, wanted: Wanted, budget_bytes: int) -> Ledger:
+    """The ledger of what is wanted. Raises MemoryPlanError, with the numbers and what to change, if it does not fit."""
+    made = ledger(config, dense, wanted)
+    if made.total_bytes <= budget_bytes:
+        return made
+    numbers = ", ".join(f"{name} {size / MIB:.1f}" for name, size in made.lines)
+    raise MemoryPlanError(
+        f"this does not fit into {budget_bytes / MIB:.0f} MiB of graphics memory, it takes "
+        f"{made.total_bytes / MIB:.1f} MiB ({numbers}); {'; or '.join(remedies(config, dense, wanted, budget_bytes))}"
+    )
+
+
+def remedies(config: ModelConfig, dense: Layout, wanted: Wanted, budget_bytes: int) -> list[str]:
+    """What would make it fit: each by itself, said only where it is true."""
+    found = []
+    fp8 = replace(wanted, kv="fp8")
+    if wanted.kv != "fp8" and ledger(config, dense, fp8).total_bytes <= budget_bytes:
+        found.append("keep keys and values in FP8")
+    shortest = longest_context(config, dense, wanted, budget_bytes)
+    if shortest:
+        found.append(f"lower the context to {shortest} tokens")
+    for sequences in range(wanted.sequences - 1, 0, -1):
+        fewer = replace(wanted, sequences=sequences)
+        if ledger(config, dense, fewer).total_bytes <= budget_bytes:
+            found.append(f"lower the sequences to {sequences}")
+            break
+    if (
+        not found
+        and wanted.sequences > 1
+        and (held := longest_context(config, dense, replace(fp8, sequences=1), budget_bytes))
+    ):
+        found.append(f"lower the sequences to 1 and the context to {held} tokens, with keys and values in FP8")
+    saved = fp8_saves_bytes(config, dense)
+    least = wanted if found else replace(fp8, sequences=1, context_tokens=1)
+    if saved and ledger(config, dense, least).total_bytes - saved <= budget_bytes:
+        beside = "" if found else ", enough for one sequence with keys and values in FP8"
+        found.append(f"thimble repack --dense fp8, which changes the weights, saves {saved / MIB:.0f} MiB{beside}")
+    if not found:
+        found.append("free memory on the card, or use a larger one: nothing that can be set makes it fit")
+    return found
+
+
+def longest_context(config: ModelConfig, dense: Layout, wanted: Wanted, budget_bytes: int) -> int:
+    """Tokens that each of `wanted`'s sequences can have: whole pages, at most the model's own; 0: not even a page."""
+
+    def fits(pages: int) -> bool:
+        return ledger(config, dense, replace(wanted, context_tokens=pages * PAGE_TOKENS)).total_bytes <= budget_bytes
+
+    low, high = 0, pages_for(config.context_tokens)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return min(low * PAGE_TOKENS, config.context_tokens)
+
+
+def view(config: ModelConfig, dense: Layout, wanted: Wanted, budgets: Mapping[str, int] = BUDGETS) -> str:
+    """The ledger of `wanted`, and for each budget (MiB by name) how long a context so many sequences can have."""
+    made = ledger(config, dense, wanted)
+    lines = [
+        f"{wanted.sequences} sequences of {wanted.context_tokens} tokens, keys and values in {wanted.kv}:",
+        str(made),
+    ]
+    for name, budget_mib in budgets.items():
+        left = budget_mib - made.total_bytes / MIB
+        verdict = f"fits, {left:.0f} MiB left" if left >= 0 else f"does not fit, {-left:.0f} MiB too much"
+        lines += [
+            "",
+            f"{budget_mib} MiB, {name}: {verdict}",
+            f"  {'sequences':<12}{'longest context of each, tokens':<34}",
+        ]
+        lines.append(f"  {'':<12}" + "".join(f"{kv:>12}" for kv in get_args(Kv)))
+        for sequences in range(1, MOST_SEQUENCES + 1):
+            longest = [
+                longest_context(config, dense, replace(wanted, sequences=sequences, kv=kv), budget_mib * MIB)
+                for kv in get_args(Kv)
+            ]
+            lines.append(f"  {sequences:<12}" + "".join(f"{tokens or '-':>12}" for tokens in longest))
+    return "\n".join(lines)
+
+
+def stored_layout(store: Path) -> dict[str, tuple[str, Shape]]:
+    """Of a store's dense file; only its header is read. Raises CheckpointError."""
+    return {name: (entry.dtype, entry.shape) for name, entry in read_header(store / DENSE).items()}
+
+
+def dense_bytes(config: ModelConfig, dense: Layout) -> int:
+    """On the card: linears and gates as they are in the file, other tensors as float32, no embeddings, no scalars."""
+    plain = {name for name in dense_tensors(config).plain if not name.endswith(".gate.weight")}
+    total = 0
+    for name, (dtype, shape) in dense.items():
+        if name == "embeddings.weight" or shape in ((), (1,)):
+            continue
+        total += math.prod(shape) * (_F32 if name in plain else DTYPES[dtype].itemsize)
+    return total
+
+
+def fp8_saves_bytes(config: ModelConfig, dense: Layout) -> int:
+    """What `repack --dense fp8` makes smaller: every large linear but attention's that is still in a float format."""
+    saved = 0
+    for name in dense_tensors(config).linears:
+        dtype, shape = dense[f"{name}.weight"]
+        if dtype in FLOATS and not name.endswith(("q_proj", "k_proj", "v_proj", "o_proj")):
+            saved += math.prod(shape) * (DTYPES[dtype].itemsize - 1)
+    return saved
+
+
+def page_bytes(config: ModelConfig, kv: Kv) -> int:
+    """Keys and values of one page in all attention layers."""
+    return 2 * len(config.attention_layers) * PAGE_TOKENS * config.kv_heads * config.head_dim * _KV_BYTES[kv]
+
+
+def attention_bytes(config: ModelConfig, sequences: int, tokens: int) -> int:
+    """Of kernels/attention/gpu.py's Workspace."""
+    return sequences * config.attention_heads * -(-tokens // _RUN_TOKENS) * (config.head_dim + 2) * _F32
+
+
+def step_bytes(layout: BlockLayout, items: int, rows: int, top_k: int) -> int:
+    """Of kernels/experts/decode_step.py's ExpertStep, its part of the plan included."""
+    latent, width, lookups = layout.latent, layout.width, rows * top_k
+    plan = 8 * (1 + 3 * items + -(-lookups // 2))
+    row = (
+        2 * _F32 * latent + 2 * latent + _F32 + top_k * _F32 + top_k * _F32 * latent
+    )  # x, out, xq, factor, weights, host_y
+    item = _F32 * (width // GROUP + 1)
+    item_row = 6 * width + _F32 + _F32 * latent + 8 * _SPLITS * latent  # h and hq, factor, y, partial
+    return plan + rows * row + items * (item + rows * item_row)
+
+
+def row_bytes(config: ModelConfig) -> int:
+    """Between the layers, of one token, all float32: residual, projections, router, latent, shared and attention."""
+    attention = 2 * config.attention_heads * config.head_dim + 2 * config.kv_heads * config.head_dim
+    moe = 2 * config.experts + 2 * config.latent_size + config.shared_width + 2 * config.experts_per_token
+    mamba = config.in_proj_rows + 2 * config.mamba_inner + config.mamba_groups
+    return _F32 * (2 * config.hidden_size + attention + moe + mamba)
+
+
+def sampling_bytes(vocabulary: int) -> int:
+    """Of one row: logits, a mask, counts for penalties, and kernels/sampling/gpu.py's Sampler."""
+    tiles = -(-vocabulary // _TILE)
+    sampler = 8 * (2 + 2 + tiles + 17 * 3 + 16 * tiles * 16) + 4 * tiles + 4
+    return _F32 * vocabulary + 4 * -(-vocabulary // 32) + 4 * vocabulary + sampler

@@ -1,0 +1,40 @@
+"""`thimble ledger`: what a model takes of a graphics card's memory, and how many sequences and tokens fit.
+
+Needs no card. For a store, or for a shape of which there is none yet. With --vram-mib it answers as the engine would at
+start: the ledger, or a refusal that says what to change.
+"""
+
+import argparse
+from pathlib import Path
+
+from services.engine.experts.store import Store
+from services.engine.gpu.ledger import BUDGETS, MIB, Layout, Wanted, require, stored_layout, view
+from services.tools.synthetic_shapes import RECIPES, SHAPES, dense_layout
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("store", nargs="?", type=Path, help="folder that `thimble repack` wrote")
+    what.add_argument("--shape", choices=sorted(SHAPES), help="instead of a store: a shape that is built in")
+    parser.add_argument(
+        "--recipe", choices=RECIPES, default="3.5", help="formats of --shape: as 3.5, or 3-Super after --dense fp8"
+    )
+    parser.add_argument("--sequences", type=int, default=1, help="generated at once (default 1)")
+    parser.add_argument("--context", type=int, default=4096, metavar="TOKENS", help="of each (default 4096)")
+    parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="format of keys and values")
+    parser.add_argument("--vram-mib", type=int, metavar="N", help="refuse, with status 1, what does not fit into N MiB")
+
+
+def run(args: argparse.Namespace) -> int:
+    wanted = Wanted(args.sequences, args.context, args.kv)
+    dense: Layout
+    if args.store:
+        config, dense, name = Store.open(args.store).config, stored_layout(args.store), str(args.store)
+    else:
+        config = SHAPES[args.shape]
+        dense, name = dense_layout(config, args.recipe), f"shape {args.shape}, formats {args.recipe}"
+    if args.vram_mib is not None:
+        require(config, dense, wanted, args.vram_mib * MIB)
+    budgets = BUDGETS if args.vram_mib is None else {"as given": args.vram_mib}
+    print(f"{name}\n{view(config, dense, wanted, budgets)}")
+    return 0

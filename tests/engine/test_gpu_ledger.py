@@ -1,0 +1,154 @@
+"""The VRAM ledger: its figures against the objects themselves, what fits an 8 GB card, and refusals with remedies."""
+
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.attention.gpu import Workspace
+from kernels.block import BlockLayout
+from kernels.experts.decode_step import ExpertStep
+from kernels.sampling.gpu import Sampler
+from services.engine.errors import MemoryPlanError
+from services.engine.experts.store import Store
+from services.engine.gpu import ledger as ledgers
+from services.engine.gpu.ledger import CARD_MIB, DESKTOP_MIB, MIB, Wanted, ledger, longest_context, require
+from services.engine.pages import PAGE_TOKENS
+from services.tools.cli import main
+from services.tools.synthetic_shapes import SMALL, SUPER, dense_layout
+
+DENSE = dense_layout(SUPER)
+CPU = torch.device("cpu")
+
+
+def held_bytes(holder: object) -> int:
+    """Of every tensor an object keeps, each memory once."""
+    memories = {t.untyped_storage().data_ptr(): t for t in vars(holder).values() if isinstance(t, torch.Tensor)}
+    return sum(t.untyped_storage().nbytes() for t in memories.values())
+
+
+@pytest.mark.parametrize(("items", "rows", "top_k"), [(22, 1, 22), (32, 4, 22), (5, 2, 3)])
+def test_an_expert_step_takes_what_the_ledger_says(items: int, rows: int, top_k: int) -> None:
+    layout = BlockLayout(1024, 2688) if items > 5 else BlockLayout(64, 48)
+    assert ledgers.step_bytes(layout, items, rows, top_k) == held_bytes(ExpertStep(layout, items, rows, top_k, CPU))
+
+
+@pytest.mark.parametrize("tokens", [1, 256, 257, 100_000])
+def test_attentions_workspace_takes_what_the_ledger_says(tokens: int) -> None:
+    made = Workspace(3, SUPER.attention_heads, SUPER.head_dim, tokens, PAGE_TOKENS, CPU)
+    assert ledgers.attention_bytes(SUPER, 3, tokens) == held_bytes(made)
+
+
+def test_sampling_takes_what_the_ledger_says() -> None:
+    sampler, vocabulary = Sampler(2, 5000, CPU), 5000
+    others = 4 * vocabulary + 4 * math.ceil(vocabulary / 32) + 4 * vocabulary  # logits, mask, counts
+    assert 2 * ledgers.sampling_bytes(vocabulary) == held_bytes(sampler) + 2 * others
+
+
+def test_a_token_of_context_takes_what_is_published() -> None:
+    assert ledgers.page_bytes(SUPER, "bf16") == PAGE_TOKENS * 8192
+    assert ledgers.page_bytes(SUPER, "fp8") == PAGE_TOKENS * 4096
+
+
+def test_dense_weights_of_a_store(demo_store: Store) -> None:
+    """Against the tensors: linears and gates as stored, others as float32, no embeddings."""
+    config, dense = demo_store.config, demo_store.dense()
+    linears = [dense.linear(name) for name in dense.formats]
+    expected = sum(
+        part.nbytes
+        for linear in linears
+        for part in (linear.weight, linear.weight_scale, linear.weight_scale_2, linear.input_scale)
+        if part is not None and part.numel() > 1
+    )
+    layout = ledgers.stored_layout(demo_store.folder)
+    for name, (dtype, shape) in layout.items():
+        linear = name.rpartition(".")[0] in dense.formats
+        if not linear and name != "embeddings.weight" and shape:
+            expected += math.prod(shape) * (2 if name.endswith("gate.weight") and dtype == "BF16" else 4)
+    assert ledgers.dense_bytes(config, layout) == expected
+
+
+def test_super_is_as_large_as_the_design_says() -> None:
+    assert ledgers.dense_bytes(SUPER, DENSE) / 2**30 == pytest.approx(6.6, abs=0.05)
+    assert dict(ledger(SUPER, DENSE, Wanted()).lines)[
+        "states of 1 sequences, SSM and convolution in float32"
+    ] == pytest.approx(165 * MIB, rel=0.01)
+
+
+def test_what_fits_an_8_gb_card() -> None:
+    """Four sequences with nothing else on the card, one beside a desktop; one page more no longer fits."""
+    for budget_mib, sequences in ((CARD_MIB, 4), (DESKTOP_MIB, 1)):
+        wanted = Wanted(sequences)
+        longest = longest_context(SUPER, DENSE, wanted, budget_mib * MIB)
+        assert longest > 3000
+        require(SUPER, DENSE, replace(wanted, context_tokens=longest), budget_mib * MIB)
+        with pytest.raises(MemoryPlanError):
+            require(SUPER, DENSE, replace(wanted, context_tokens=longest + 1), budget_mib * MIB)
+    assert longest_context(SUPER, DENSE, Wanted(2), DESKTOP_MIB * MIB) == 0
+
+
+def test_a_context_is_no_longer_than_the_models() -> None:
+    assert longest_context(SUPER, DENSE, Wanted(), 100_000 * MIB) == SUPER.context_tokens
+
+
+@pytest.mark.parametrize(
+    ("wanted", "budget_mib", "remedies"),
+    [
+        (Wanted(4, 6000), CARD_MIB, ["FP8", "lower the context to 3712 tokens", "lower the sequences to 3"]),
+        (Wanted(4, 8192), DESKTOP_MIB, ["lower the sequences to 1"]),
+        (Wanted(1, 200_000), CARD_MIB, ["lower the context to 87808 tokens"]),
+        (Wanted(2, 200_000), DESKTOP_MIB, ["lower the sequences to 1 and the context to 22912 tokens, with keys"]),
+        (Wanted(3, 64), 7200, ["repack --dense fp8, which changes the weights, saves 320 MiB, enough for one"]),
+        (Wanted(1, 64), 6144, ["nothing that can be set makes it fit"]),
+    ],
+)
+def test_a_refusal_says_what_to_change(wanted: Wanted, budget_mib: int, remedies: list[str]) -> None:
+    with pytest.raises(MemoryPlanError) as refused:
+        require(SUPER, DENSE, wanted, budget_mib * MIB)
+    message = str(refused.value)
+    assert f"does not fit into {budget_mib} MiB" in message
+    assert re.search(r"it takes \d+\.\d MiB \(dense weights", message)
+    missing = [remedy for remedy in remedies if remedy not in message]
+    assert not missing, message
+
+
+def test_every_remedy_is_true() -> None:
+    wanted, budget_bytes = Wanted(4, 6000), CARD_MIB * MIB
+    told = ledgers.remedies(SUPER, DENSE, wanted, budget_bytes)
+    changes: dict[str, dict[str, Any]] = {
+        "keep keys": {"kv": "fp8"},
+        "lower the context": {"context_tokens": 3712},
+        "lower the sequences": {"sequences": 3},
+    }
+    for start, change in changes.items():
+        assert any(remedy.startswith(start) for remedy in told)
+        require(SUPER, DENSE, replace(wanted, **change), budget_bytes)
+
+
+def test_fp8_is_no_remedy_where_nothing_is_left_to_round() -> None:
+    quantised = dense_layout(SUPER, "3-fp8")
+    assert ledgers.fp8_saves_bytes(SUPER, quantised) == 0
+    assert ledgers.remedies(SUPER, quantised, Wanted(1, 64), 6000 * MIB) == [
+        "free memory on the card, or use a larger one: nothing that can be set makes it fit"
+    ]
+
+
+@pytest.mark.parametrize("wrong", [{"sequences": 0}, {"sequences": 5}, {"context_tokens": 0}, {"kv": "int4"}])
+def test_what_no_card_can_do_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(MemoryPlanError):
+        Wanted(**wrong)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], demo_store: Store) -> None:
+    assert main(["ledger", "--shape", "super"]) == 0
+    printed = capsys.readouterr().out
+    assert "8151 MiB, nothing else on the card: fits" in printed
+    assert "7550 MiB, with a desktop" in printed
+    assert main(["ledger", "--shape", "super", "--vram-mib", "6000"]) == 1
+    assert "does not fit into 6000 MiB" in capsys.readouterr().err
+    assert main(["ledger", str(demo_store.folder), "--vram-mib", "8151"]) == 0
+    assert "8151 MiB, as given: fits" in capsys.readouterr().out
+    assert SMALL.experts < SUPER.experts
