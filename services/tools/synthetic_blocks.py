@@ -7,6 +7,7 @@ group resemble each other, so that the same number of alive neurons touches fewe
 blocks is synthetic and must say so.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from kernels.block import GROUP, BlockLayout
+from kernels.block import GROUP, BlockLayout, Bytes
 from kernels.experts.host.binding import Catalog
 
 ALIVE = 0.075  # published for the real model: 92.5 % zeros after ReLU^2
@@ -41,22 +42,41 @@ class SyntheticBlocks:
         noise = torch.randn(rows, self.layout.latent, generator=generator)
         return noise - noise.mean(dim=1, keepdim=True) + LEAN[self.clustered]
 
-    def write(self, path: Path) -> Catalog:
-        """The blocks as a store's file would hold them, and where they are."""
-        shape = (self.layers, self.experts)
-        originals = [self._block(number) for number in range(DISTINCT)]
-        checksums = np.zeros(shape, np.uint64)
-        groups = self.layout.width // GROUP
+    def write(self, path: Path, physical: int | None = None) -> Catalog:
+        """The blocks as a store's file would hold them, and where they are. With `physical`, only so many blocks, that
+        stand for all experts by turns: a model's whole shape on a small disk."""
+        count = physical or self.layers * self.experts
+        checksums = np.zeros(count, np.uint64)
         with path.open("wb") as file:
-            for key in range(self.layers * self.experts):
-                block = self.layout.rotate_neurons(originals[key % DISTINCT], key // DISTINCT % groups)
-                checksums.flat[key] = xxhash.xxh64_intdigest(block.data)
+            for number, block in enumerate(self._blocks(count)):
+                checksums[number] = xxhash.xxh64_intdigest(block.data)
                 file.write(block.data)
-        offsets = np.arange(self.layers * self.experts, dtype=np.int64).reshape(shape) * self.layout.block_bytes
-        scales = np.full(shape, 1e-4, np.float32)
-        return Catalog(path, self.layout, offsets, checksums, scales, scales.copy())
+        return self._catalog(path, checksums)
 
-    def _block(self, number: int) -> npt.NDArray[np.uint8]:
+    def memory(self, physical: int) -> tuple[Bytes, Catalog]:
+        """So many blocks in memory, for an EmulatedDrive, and a catalog in which they stand for all experts by turns.
+        An odd number, so that the same expert of two layers is not the same block."""
+        held = np.empty(physical * self.layout.block_bytes, np.uint8)
+        checksums = np.zeros(physical, np.uint64)
+        for number, block in enumerate(self._blocks(physical)):
+            held[number * len(block) :][: len(block)] = block
+            checksums[number] = xxhash.xxh64_intdigest(block.data)
+        return held, self._catalog(Path("memory"), checksums)
+
+    def _catalog(self, path: Path, checksums: npt.NDArray[np.uint64]) -> Catalog:
+        shape = (self.layers, self.experts)
+        number = np.arange(self.layers * self.experts, dtype=np.int64).reshape(shape) % len(checksums)
+        scales = np.full(shape, 1e-4, np.float32)
+        return Catalog(path, self.layout, number * self.layout.block_bytes, checksums[number], scales, scales.copy())
+
+    def _blocks(self, count: int) -> Iterator[Bytes]:
+        """The first few are made at random, the others are those with their neuron groups rotated."""
+        originals = [self._block(number) for number in range(min(count, DISTINCT))]
+        groups = self.layout.width // GROUP
+        for number in range(count):
+            yield self.layout.rotate_neurons(originals[number % DISTINCT], number // DISTINCT % groups)
+
+    def _block(self, number: int) -> Bytes:
         rng = np.random.default_rng([self.seed, number])
         latent, width = self.layout.latent, self.layout.width
 

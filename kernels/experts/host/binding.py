@@ -23,6 +23,7 @@ from kernels.experts.host.drives import LIMIT_NS, Drive, DriveError, FileDrive
 from kernels.experts.reference import MOST_INPUTS, check_scales
 from kernels.workers.pool import Workers, isa_number, native
 
+PREFETCH = ("off", "on", "auto")  # the numbers of trial.h's Prefetching
 _MESSAGE_BYTES = 2000
 
 
@@ -118,7 +119,7 @@ def _library() -> ctypes.CDLL:
     arrays = (pointer, pointer, pointer, pointer)
     lib.thimble_host_open.restype = pointer
     lib.thimble_host_open.argtypes = (
-        *(pointer, number, ctypes.POINTER(_View), text, number, number, number, number, number),
+        *(pointer, number, ctypes.POINTER(_View), text, number, number, number, number, number, number),
         *message,
     )
     lib.thimble_drives_rate.restype = ctypes.c_double
@@ -158,8 +159,8 @@ def read_rate(catalog: Catalog, drives: Sequence[Drive], depth: int, limit_ns: i
 class Host:
     """Slots, readers and the steps that use them. `step` by one thread at a time; `prefetch` and the rest beside it.
 
-    `drives` are the catalog's file and its copies, in that order, or what stands for them in a benchmark; they may be
-    shared with other hosts. `poison` overwrites evicted blocks and `read_delay_us` slows every read: both are for tests.
+    `drives` are the catalog's file and its copies, in that order, or what stands for them in a benchmark; other hosts
+    may share them. `poison` overwrites evicted blocks and `read_delay_us` slows every read: both are for tests.
     """
 
     def __init__(
@@ -170,7 +171,8 @@ class Host:
         slots: int,
         readers: int,
         isa: str | None = None,
-        policy: str = "lru",
+        policy: str = "shipped",
+        prefetch: str = "on",
         lock_memory: bool = False,
         poison: bool = False,
         read_delay_us: int = 0,
@@ -188,6 +190,7 @@ class Host:
             isa_number(isa),
             _View(catalog, self._drives),
             policy.encode(),
+            PREFETCH.index(prefetch),
             min(slots, layers * experts),
             readers,
             lock_memory,

@@ -50,7 +50,7 @@ class FileDrive:
 
 @dataclass(frozen=True)
 class EmulatedCounts:
-    """`busy_s`: some read was being served. `late_s`: by how much copying in memory was slower than the drive, in sum."""
+    """`busy_s`: some read was being served. `late_s`: by how much memory was slower than the drive, in sum."""
 
     reads: int
     read_bytes: int
@@ -61,7 +61,7 @@ class EmulatedCounts:
 class EmulatedDrive:
     """`memory` (uint8, one block after another) as a drive of `gb_s`, whose single reads get at most `lane_gb_s`.
 
-    For benchmarks and tests. The defaults are a consumer NVMe drive's: two large random reads in flight saturate it, and
+    For benchmarks and tests. The defaults are a consumer NVMe drive's: two large random reads in flight saturate it,
     the first byte of one takes 100 us. Many hosts may share one, also several drives the same memory.
     """
 

@@ -1,0 +1,227 @@
+"""Drives: copies on other disks, the emulated drive's timing, and how many reads in flight a drive wants."""
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from expert_store import BlocksOnDisk, batch, same, write_blocks
+
+from kernels.block import BlockLayout
+from kernels.experts.host.binding import BlockError, Catalog, Copy, Host, HostError, open_drives, read_rate
+from kernels.experts.host.drives import EmulatedDrive, FileDrive, choose_depth
+from kernels.workers.pool import Workers
+from services.tools.synthetic_blocks import SyntheticBlocks
+
+LAYERS, EXPERTS, TOP_K = 2, 12, 4
+LAYOUT = BlockLayout(160, 80)
+READ_BYTES = 405_504
+READ_S = READ_BYTES / 0.02e9  # at 0.02 GB/s
+
+
+@pytest.fixture
+def blocks(tmp_path: Path) -> BlocksOnDisk:
+    return write_blocks(tmp_path, LAYERS, EXPERTS)
+
+
+def with_copy(blocks: BlocksOnDisk, folder: Path, every: int = 1) -> Catalog:
+    """A second file with every n-th block, packed."""
+    folder.mkdir()
+    path, block_bytes = folder / "experts.bin", blocks.layout.block_bytes
+    whole = blocks.path.read_bytes()
+    offsets = np.full((LAYERS, EXPERTS), -1, np.int64)
+    with path.open("wb") as file:
+        for key in range(0, LAYERS * EXPERTS, every):
+            offsets.flat[key] = file.tell()
+            file.write(whole[key * block_bytes :][:block_bytes])
+    return replace(blocks.catalog(), copies=(Copy(path, offsets),))
+
+
+def check_all(host: Host, blocks: BlocksOnDisk) -> None:
+    for layer in range(LAYERS):
+        arguments = batch(blocks, 6, TOP_K, seed=layer)
+        assert same(host.step(layer, *arguments), blocks.expected(layer, *arguments))
+    host.check()
+
+
+@pytest.mark.parametrize("every", [1, 2, 3], ids=["mirror", "every second", "every third"])
+def test_blocks_on_two_drives(blocks: BlocksOnDisk, tmp_path: Path, every: int) -> None:
+    """The same bits, and both drives are read."""
+    catalog = with_copy(blocks, tmp_path / "second", every)
+    whole = np.fromfile(blocks.path, np.uint8)
+    copied = np.fromfile(catalog.copies[0].path, np.uint8)
+    drives = [EmulatedDrive(memory, gb_s=10) for memory in (whole, copied)]
+    host = Host(catalog, Workers(2), slots=5, readers=3, poison=True, drives=drives)
+    check_all(host, blocks)
+    read = [drive.counts().reads for drive in drives]
+    assert sum(read) == host.counters()["misses"]
+    assert read[1] >= sum(read) / every / 4
+    host.close()
+    host = Host(catalog, Workers(2), slots=5, readers=3)
+    check_all(host, blocks)
+    host.close()
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_damaged_block_is_read_from_its_copy(blocks: BlocksOnDisk, tmp_path: Path, bad: int) -> None:
+    catalog = with_copy(blocks, tmp_path / "second")
+    path = (blocks.path, catalog.copies[0].path)[bad]
+    data = bytearray(path.read_bytes())
+    for key in range(LAYERS * EXPERTS):
+        data[key * blocks.layout.block_bytes + 3] ^= 1
+    path.write_bytes(data)
+    host = Host(catalog, Workers(2), slots=5, readers=2)
+    check_all(host, blocks)
+    (notice,) = host.notices()
+    assert "had to be read again" in notice
+    assert f"{path}: the checksum does not match" in notice
+    host.close()
+
+
+def test_damaged_on_both_drives(blocks: BlocksOnDisk, tmp_path: Path) -> None:
+    """The control of the above."""
+    catalog = with_copy(blocks, tmp_path / "second")
+    for path in (blocks.path, catalog.copies[0].path):
+        data = bytearray(path.read_bytes())
+        data[blocks.offset(1, 3)] ^= 1
+        path.write_bytes(data)
+    host = Host(catalog, Workers(1), slots=5, readers=2)
+    ids, x = torch.tensor([[3]], dtype=torch.int32), torch.ones(1, LAYOUT.latent)
+    with pytest.raises(BlockError, match=r"MoE layer 1, expert 3: .*checksum does not match, twice"):
+        host.step(1, ids, torch.ones(1, 1), x)
+    assert same(host.step(0, ids, torch.ones(1, 1), x), blocks.expected(0, ids, torch.ones(1, 1), x))
+    host.close()
+
+
+def test_a_copy_that_is_not_there(blocks: BlocksOnDisk, tmp_path: Path) -> None:
+    catalog = with_copy(blocks, tmp_path / "second")
+    catalog.copies[0].path.unlink()
+    with pytest.raises(HostError, match=r"second/experts\.bin: cannot be opened"):
+        Host(catalog, Workers(1), slots=2, readers=1)
+    with pytest.raises(ValueError, match="multiples of 4096"):
+        replace(blocks.catalog(), copies=(Copy(tmp_path, catalog.offsets + 512),))
+
+
+def seconds_of_reads(drive: EmulatedDrive, catalog: Catalog, depth: int) -> tuple[float, int]:
+    """Of one read by each of `depth` threads at once, and how many reads that were."""
+    before, begun = drive.counts().reads, time.perf_counter()
+    read_rate(catalog, [drive], depth, limit_ns=0)
+    return time.perf_counter() - begun, drive.counts().reads - before
+
+
+def emulated(**model: float) -> tuple[EmulatedDrive, Catalog]:
+    """Sixteen blocks that no checksum fits: the drive does not mind."""
+    layout = BlockLayout(512, 704)
+    assert layout.block_bytes == READ_BYTES
+    offsets = np.arange(16, dtype=np.int64).reshape(1, 16) * READ_BYTES
+    ones = np.ones((1, 16), np.float32)
+    catalog = Catalog(Path("memory"), layout, offsets, np.zeros((1, 16), np.uint64), ones, ones)
+    return EmulatedDrive(np.zeros(16 * READ_BYTES, np.uint8), **model), catalog  # type: ignore[arg-type]
+
+
+def takes(found_s: float, expected_s: float) -> bool:
+    """No sleep ends early; on a busy machine some end late."""
+    return 0.98 * expected_s <= found_s <= 1.9 * expected_s + 0.01
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_the_emulated_rate(depth: int) -> None:
+    """Slow enough that this machine's memory and scheduler do not show: a read at 0.02 GB/s takes 20 ms.
+    Each wrong block is read twice."""
+    drive, catalog = emulated(gb_s=0.02, lane_gb_s=1.0, latency_us=0)
+    seconds, reads = seconds_of_reads(drive, catalog, depth)
+    assert reads == 2 * depth
+    assert takes(seconds, reads * READ_S)
+    counts = drive.counts()
+    assert counts.read_bytes == reads * READ_BYTES
+    assert takes(counts.busy_s, reads * READ_S)
+
+
+def test_a_single_read_does_not_get_the_whole_drive() -> None:
+    drive, catalog = emulated(gb_s=0.08, lane_gb_s=0.02, latency_us=0)
+    assert takes(seconds_of_reads(drive, catalog, 1)[0], 2 * READ_S)
+    assert takes(seconds_of_reads(drive, catalog, 4)[0], 2 * READ_S), "four at once, each a quarter"
+
+
+def test_latency_and_queue_depth() -> None:
+    for depth, rounds in ((4, 2), (1, 8)):
+        drive, catalog = emulated(gb_s=100.0, latency_us=20_000, depth=depth)
+        assert takes(seconds_of_reads(drive, catalog, 4)[0], rounds * 0.02), depth
+
+
+def test_lateness_is_counted() -> None:
+    drive, catalog = emulated(gb_s=10_000.0, latency_us=0)
+    seconds_of_reads(drive, catalog, 1)
+    assert drive.counts().late_s > 0, "no memory is that fast"
+    drive, catalog = emulated(gb_s=0.02, latency_us=0)
+    seconds_of_reads(drive, catalog, 1)
+    assert drive.counts().late_s == 0
+
+
+def test_few_blocks_stand_for_a_large_model() -> None:
+    """A catalog whose offsets repeat, over an emulated drive, against the same blocks written out in full."""
+    synthetic = SyntheticBlocks(BlockLayout(64, 32), layers=3, experts=50)
+    memory, catalog = synthetic.memory(physical=7)
+    assert memory.size == 7 * synthetic.layout.block_bytes
+    assert len(np.unique(catalog.offsets)) == 7
+    host = Host(catalog, Workers(1), slots=20, readers=4, drives=[EmulatedDrive(memory, gb_s=5)])
+    ids = torch.tensor([[0, 7, 49, 33]], dtype=torch.int32)
+    x = synthetic.inputs(1, seed=1)
+    first = host.step(1, ids, torch.ones(1, 4), x)
+    alias = (50 + ids) % 7
+    assert torch.equal(first, host.step(0, alias.to(torch.int32), torch.ones(1, 4), x))
+    assert not torch.equal(first, host.step(2, ids, torch.ones(1, 4), x))
+    assert host.counters()["misses"] == 4 + len(set(alias.flatten().tolist())) + 4, "each expert is read by itself"
+    host.close()
+
+
+def test_a_drive_that_ends_too_early(blocks: BlocksOnDisk) -> None:
+    memory = np.fromfile(blocks.path, np.uint8)[: -blocks.layout.block_bytes]
+    host = Host(blocks.catalog(), Workers(1), slots=4, readers=1, drives=[EmulatedDrive(memory, gb_s=5)])
+    with pytest.raises(BlockError, match=r"expert 11: emulated drive: the block is not in"):
+        host.step(1, torch.tensor([[11]], dtype=torch.int32), torch.ones(1, 1), torch.ones(1, LAYOUT.latent))
+    host.close()
+
+
+def test_demand_goes_before_prefetch(blocks: BlocksOnDisk) -> None:
+    """Many guesses are queued on a slow drive; what a step needs waits for the reads under way at most."""
+    memory = np.fromfile(blocks.path, np.uint8)
+    drive = EmulatedDrive(memory, gb_s=1.0, latency_us=50_000, depth=2)
+    host = Host(blocks.catalog(), Workers(1), slots=24, readers=3, drives=[drive])
+    host.prefetch(1, list(range(12)))
+    while host.counters()["prefetch_issued"] < 2:
+        time.sleep(0.001)
+    before = host.counters()["prefetch_issued"]
+    ids, x = torch.tensor([[1, 2]], dtype=torch.int32), torch.ones(1, LAYOUT.latent)
+    out: list[torch.Tensor] = []
+    step = threading.Thread(target=lambda: out.append(host.step(0, ids, torch.ones(1, 2), x)))
+    step.start()
+    step.join()
+    assert host.counters()["prefetch_issued"] <= before + 2, "guesses were read while a step waited"
+    assert same(out[0], blocks.expected(0, ids, torch.ones(1, 2), x))
+    while host.counters()["prefetch_issued"] < 12:
+        time.sleep(0.001)
+    host.close()
+
+
+def test_reads_in_flight_are_as_few_as_are_enough() -> None:
+    assert choose_depth({1: 1.0, 2: 1.9, 4: 2.0, 8: 2.0, 16: 2.0}.__getitem__)[0] == 2
+    assert choose_depth({1: 1.0, 2: 1.9, 4: 3.0, 8: 6.0, 16: 9.0}.__getitem__)[0] == 16
+    depth, rates = choose_depth({1: 5.0, 2: 4.0, 4: 4.0}.__getitem__)
+    assert (depth, set(rates)) == (1, {1, 2, 4}), "a disk that wants one read at a time is not tried with many"
+
+
+def test_the_depth_of_an_emulated_drive_is_found() -> None:
+    drive, catalog = emulated(gb_s=0.4, lane_gb_s=0.11, latency_us=100)
+    depth, _ = choose_depth(lambda depth: read_rate(catalog, [drive], depth, limit_ns=60_000_000))
+    assert depth == 4
+
+
+def test_rate_of_a_file(blocks: BlocksOnDisk) -> None:
+    rate = read_rate(blocks.catalog(), open_drives(blocks.catalog()), 2, limit_ns=10_000_000)
+    assert 0.001 < rate < 100
+    with pytest.raises(RuntimeError, match="cannot be opened"):
+        FileDrive(Path("/nonexistent"))
