@@ -222,6 +222,6 @@ def test_the_depth_of_an_emulated_drive_is_found() -> None:
 
 def test_rate_of_a_file(blocks: BlocksOnDisk) -> None:
     rate = read_rate(blocks.catalog(), open_drives(blocks.catalog()), 2, limit_ns=10_000_000)
-    assert 0.001 < rate < 100
+    assert 0 < rate < 100
     with pytest.raises(RuntimeError, match="cannot be opened"):
         FileDrive(Path("/nonexistent"))
