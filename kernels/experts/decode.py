@@ -20,6 +20,8 @@ can be computed while the bytes of others are still on their way.
 import triton
 import triton.language as tl
 
+from kernels.linear.octets import octet_place
+
 _LOOKUP = tl.constexpr(0xC8643210)  # twice the E2M1 magnitudes 0 .5 1 1.5 2 3 4 6, a nibble each, code 0 lowest
 
 
@@ -265,11 +267,13 @@ def combine_kernel(
     TOKENS: tl.constexpr,
     TOP_K: tl.constexpr,
     TILE: tl.constexpr,
+    OCTETS: tl.constexpr,
 ):
     """out[token] = sum over ranks, in rank order, of weight * y, in float64 whose products are exact; one rounding.
 
     source int32 [TOKENS, TOP_K]: item number of a result computed here, or -1 - n for row n of host_y. Unrolled and
-    without branches, so that all reads of host memory are under way at once: each takes a microsecond or two.
+    without branches, so that all reads of host memory are under way at once: each takes a microsecond or two. OCTETS:
+    out is in the order that a linear reads (kernels/linear/octets.py).
     """
     token = tl.program_id(1)
     output = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -280,4 +284,5 @@ def combine_kernel(
         theirs = tl.load(host_y + (-1 - item) * LATENT + output, mask=(output < LATENT) & (item < 0), other=0.0)
         mine = tl.load(y + (item * TOKENS + token) * LATENT + output, mask=(output < LATENT) & (item >= 0), other=0.0)
         total += weight * tl.where(item < 0, theirs, mine).to(tl.float64)
-    tl.store(out + token * LATENT + output, total.to(tl.float32))
+    place = octet_place(output, LATENT) if OCTETS else output
+    tl.store(out + token * LATENT + place, total.to(tl.float32))

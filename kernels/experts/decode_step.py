@@ -48,7 +48,7 @@ class ExpertStep:
     of other devices; and the plan, one int64 tensor with these views: count int32 [1], how many items; table int64
     [items, 2], addresses (device or page-locked host memory) of the blocks that `up` and `down` are read from; scale_2
     float32 [items, 2]; source int32 [tokens, top_k], an item number, or -1 - n for row n of host_y.
-    Output: out float32 [tokens, latent].
+    Output: out float32 [tokens, latent], with `octets` in octet order (kernels/linear/octets.py).
     """
 
     layout: BlockLayout
@@ -57,6 +57,7 @@ class ExpertStep:
     top_k: int
     device: torch.device
     splits: int = DOWN_SPLITS
+    octets: bool = False
 
     def __post_init__(self) -> None:
         latent, width = self.layout.latent, self.layout.width
@@ -184,5 +185,6 @@ class ExpertStep:
             TOKENS=self.tokens,
             TOP_K=self.top_k,
             TILE=tile,
+            OCTETS=self.octets,
             num_warps=2,
         )

@@ -7,13 +7,16 @@ One exchange per MoE layer. Memory (all host memory mapped into the GPU's addres
     planned    int32, mapped   host -> GPU: `plan` holds the GPU's work of request number `turn`; one flag for each
                                wave, where the bytes of some experts are announced before those of others
     finished   int32, mapped   host -> GPU: the host's results of request number `turn` are in `host_y`
-    stop       int32, device   1 = a wait ran out of time: every later wait of the graph passes at once (see below)
+    stop       int32, device   1 = a wait ran out of time: nothing is posted any more, every later wait passes at once
+    stopped    int32, mapped   GPU -> host: the same
     waited     int64, mapped   GPU -> host: nanoseconds that the last wait for results took
 
 Order: data is written first, then a barrier, then the flag with a release store at system scope; the reader spins with
 acquire loads. A number is never reused, so a late answer to an old request can't be taken for a new one. Each wait is
-bounded by the GPU's nanosecond clock: when the host is dead or stalled the graph runs to its end with `stop` set, its
-output is discarded and the token is retried; the GPU is never wedged.
+bounded by the GPU's nanosecond clock: when the host is dead or stalled the graph runs to its end with `stop` set, and
+the GPU is never wedged. Kernels that change what outlives the layer (the residual stream, a sequence's state) read
+`stop` and leave it alone. So when the host has answered after all, `stop` is cleared and the token goes on from the
+wait that gave up, as if that had only taken long; the number and the mapped data are still those of that request.
 """
 
 import triton
@@ -54,6 +57,7 @@ def _nanoseconds(anchor):
 @triton.jit
 def post_kernel(
     turn,
+    stop,
     posted,
     layer,
     ids,
@@ -66,19 +70,31 @@ def post_kernel(
     VALUES_PADDED: tl.constexpr,
 ):
     """Copies ids int32 [IDS], the layer's number and x float32 [VALUES] to mapped memory, then announces them."""
-    at = tl.arange(0, IDS_PADDED)  # one program; IDS_PADDED > IDS
-    words = tl.where(at < IDS, tl.load(ids + at, mask=at < IDS, other=0), layer)
-    tl.store(host_ids + at, words, mask=at <= IDS)
-    value = tl.arange(0, VALUES_PADDED)
-    tl.store(host_x + value, tl.load(x + value, mask=value < VALUES), mask=value < VALUES)
-    number = tl.load(turn) + 1
-    tl.debug_barrier()
-    tl.store(turn, number)
-    _store_release(posted.to(tl.int64), number)
+    if tl.load(stop) == 0:
+        at = tl.arange(0, IDS_PADDED)  # one program; IDS_PADDED > IDS
+        words = tl.where(at < IDS, tl.load(ids + at, mask=at < IDS, other=0), layer)
+        tl.store(host_ids + at, words, mask=at <= IDS)
+        value = tl.arange(0, VALUES_PADDED)
+        tl.store(host_x + value, tl.load(x + value, mask=value < VALUES), mask=value < VALUES)
+        number = tl.load(turn) + 1
+        tl.debug_barrier()
+        tl.store(turn, number)
+        _store_release(posted.to(tl.int64), number)
 
 
 @triton.jit
-def wait_kernel(turn, flag, stop, timeout_ns, waited, plan, plan_here, PLAN: tl.constexpr, PLAN_PADDED: tl.constexpr):
+def wait_kernel(
+    turn,
+    flag,
+    stop,
+    stopped_there,
+    timeout_ns,
+    waited,
+    plan,
+    plan_here,
+    PLAN: tl.constexpr,
+    PLAN_PADDED: tl.constexpr,
+):
     """Waits until the host has answered this turn, then copies PLAN int64 words from mapped to device memory.
 
     Where the wait ran out of time the words are zero: no item, and nothing of the host's memory is read any more.
@@ -92,7 +108,9 @@ def wait_kernel(turn, flag, stop, timeout_ns, waited, plan, plan_here, PLAN: tl.
         seen = _load_acquire(flag.to(tl.int64))
         stopped = (_nanoseconds(zero) - begin > timeout_ns).to(tl.int32)
     tl.debug_barrier()
-    tl.store(stop, stopped)
+    if stopped != 0:
+        tl.store(stop, stopped)
+        _store_release(stopped_there.to(tl.int64), stopped)
     tl.store(waited, _nanoseconds(zero) - begin)
     if PLAN > 0:
         at = tl.arange(0, PLAN_PADDED)

@@ -109,9 +109,11 @@ def _linear(
     factor,
     rows,
     tokens,
+    stop,
     FORMAT: tl.constexpr,
     TILE: tl.constexpr,
     FINISH: tl.constexpr,
+    GUARDED: tl.constexpr,
     K: tl.constexpr,
     NORM: tl.constexpr,
     T: tl.constexpr,
@@ -131,6 +133,8 @@ def _linear(
     if FINISH == "relu2":
         y = tl.where(y <= 0.0, 0.0, y * y)  # NaN stays NaN
     if FINISH == "add":
+        if GUARDED:
+            mask = mask & (tl.load(stop) == 0)
         y = tl.load(place, mask=mask, other=0.0) + y
     tl.store(place, y, mask=mask)
 
@@ -142,6 +146,7 @@ def linear_kernel(
     norm_weight,
     eps,
     tokens,
+    stop,
     out0,
     weight0,
     scales0,
@@ -167,6 +172,7 @@ def linear_kernel(
     FORMAT2: tl.constexpr,
     TILE2: tl.constexpr,
     FINISH2: tl.constexpr,
+    GUARDED: tl.constexpr,
     K: tl.constexpr,
     NORM: tl.constexpr,
     T: tl.constexpr,
@@ -186,17 +192,17 @@ def linear_kernel(
     if part == 0:
         _linear(
             program, out0, x, x_single, norm_weight, eps, weight0, scales0, factor0, rows0, tokens,
-            FORMAT0, TILE0, FINISH0, K, NORM, T, UNITS, AHEAD,
+            stop, FORMAT0, TILE0, FINISH0, GUARDED, K, NORM, T, UNITS, AHEAD,
         )  # fmt: skip
     elif part == 1:
         _linear(
             program - first1, out1, x, x_single, norm_weight, eps, weight1, scales1, factor1, rows1, tokens,
-            FORMAT1, TILE1, FINISH1, K, NORM, T, UNITS, AHEAD,
+            stop, FORMAT1, TILE1, FINISH1, GUARDED, K, NORM, T, UNITS, AHEAD,
         )  # fmt: skip
     else:
         _linear(
             program - first2, out2, x, x_single, norm_weight, eps, weight2, scales2, factor2, rows2, tokens,
-            FORMAT2, TILE2, FINISH2, K, NORM, T, UNITS, AHEAD,
+            stop, FORMAT2, TILE2, FINISH2, GUARDED, K, NORM, T, UNITS, AHEAD,
         )  # fmt: skip
 
 
@@ -207,9 +213,10 @@ def linear(
     finish: Finish = "store",
     norm: Norm | None = None,
     configuration: Tiling | None = None,
+    stop: Tensor | None = None,
 ) -> None:
     """`linears` for one."""
-    linears(x, [(weights, out, finish)], norm, configuration)
+    linears(x, [(weights, out, finish)], norm, configuration, stop)
 
 
 def linears(
@@ -217,6 +224,7 @@ def linears(
     parts: list[tuple[Linear, Tensor, Finish]],
     norm: Norm | None = None,
     configuration: Tiling | None = None,
+    stop: Tensor | None = None,
 ) -> None:
     """Queue out = finish(weights @ norm(x)) for one to three linears of one input, in one launch.
 
@@ -224,7 +232,7 @@ def linears(
       store   in plain order;
       octets  in octet order;
       relu2   positive results squared, others zero, in octet order;
-      add     added to what out holds, in octet order: the residual stream.
+      add     added to what out holds, in octet order: the residual stream; not if `stop` int32 [1] is set by then.
     `configuration` replaces the fixed one of every part, for measurements.
     """
     tokens, columns = x.shape
@@ -253,8 +261,10 @@ def linears(
         x if norm is None else norm.weight,
         0.0 if norm is None else norm.eps,
         tokens,
+        x if stop is None else stop,
         **arguments,
         PARTS=len(parts),
+        GUARDED=stop is not None,
         K=columns,
         NORM=norm is not None,
         T=triton.next_power_of_2(tokens),

@@ -27,8 +27,9 @@ FINGERPRINT = f"triton-f32 update{UPDATE_PART}x{UPDATE_WARPS}"
 
 @triton.jit
 def _convolve(
-    y, row, mask, state, conv_weight, conv_bias, FIRST: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr
-):
+    y, row, mask, writable, state, conv_weight, conv_bias, FIRST: tl.constexpr, CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+):  # fmt: skip
     """SiLU of the convolution for the rows that are its channels, other rows as they are; y [T, TILE].
 
     state [T, 1] points to each token's [CHANNELS, TAPS - 1], the newest input last. It is shifted in place, and so few
@@ -44,9 +45,9 @@ def _convolve(
         tl.debug_barrier()
         mixed = tl.fma(past, tl.load(conv_weight + channel * TAPS + tap, mask=is_channel, other=0.0), mixed)
         if tap > 0:
-            tl.store(window + tap - 1, past, mask=mine)
+            tl.store(window + tap - 1, past, mask=mine & writable)
     mixed = tl.fma(y, tl.load(conv_weight + channel * TAPS + TAPS - 1, mask=is_channel, other=0.0), mixed)
-    tl.store(window + TAPS - 2, y, mask=mine)
+    tl.store(window + TAPS - 2, y, mask=mine & writable)
     return tl.where(is_channel, silu(mixed + tl.load(conv_bias + channel, mask=is_channel, other=0.0)), y)
 
 
@@ -66,6 +67,7 @@ def in_proj_kernel(
     conv_stride,
     conv_weight,
     conv_bias,
+    stop,
     ROWS: tl.constexpr,
     FIRST: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -76,6 +78,7 @@ def in_proj_kernel(
     T: tl.constexpr,
     UNITS: tl.constexpr,
     AHEAD: tl.constexpr,
+    GUARDED: tl.constexpr,
 ):
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     y = project(
@@ -85,7 +88,10 @@ def in_proj_kernel(
     token = tl.arange(0, T)[:, None]
     mask = (token < tokens) & (row < ROWS)[None, :]
     slot = tl.load(slots + tl.minimum(token, tokens - 1)).to(tl.int64)
-    y = _convolve(y, row, mask, conv_state + slot * conv_stride, conv_weight, conv_bias, FIRST, CHANNELS, TAPS)
+    writable = tl.load(stop) == 0 if GUARDED else True
+    y = _convolve(
+        y, row, mask, writable, conv_state + slot * conv_stride, conv_weight, conv_bias, FIRST, CHANNELS, TAPS
+    )
     tl.store(out + (token * ROWS + row[None, :]), y, mask=mask)
 
 
@@ -103,6 +109,7 @@ def update_kernel(
     norm_weight,
     out,
     eps,
+    stop,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -111,6 +118,7 @@ def update_kernel(
     PART: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
+    GUARDED: tl.constexpr,
 ):
     """Program (part, head, token): PART rows of a head's state [HEAD_DIM, STATE], COLUMNS >= STATE a power of two.
 
@@ -137,7 +145,7 @@ def update_kernel(
     step = softplus(dt + tl.load(dt_bias + head))
     decay = exp(step * tl.load(a + head))
     state = tl.fma(state, decay, (step * x)[:, None] * b[None, :])
-    tl.store(state_at, state, mask=inside)
+    tl.store(state_at, state, mask=inside & (tl.load(stop) == 0) if GUARDED else inside)
     read = tl.sum(state * c[None, :], axis=1)
     tl.store(y + token * INNER + head * HEAD_DIM + row, tl.fma(x, tl.load(d + head), read), mask=in_rows)
 
@@ -191,12 +199,13 @@ def in_proj(
     slots: Tensor,
     out: Tensor,
     configuration: Tiling | None = None,
+    stop: Tensor | None = None,
 ) -> None:
     """Queue the projection and the convolution.
 
     x float32 [M, hidden] in octet order -> out float32 [M, rows] in plain order: z, convolved x B C, dt.
     conv_weight float32 [channels, taps], conv_bias [channels]; conv_state float32 [slots, channels, taps - 1] with any
-    slot stride; slots int32 [M], all different.
+    slot stride; slots int32 [M], all different. The state stays as it is if `stop` int32 [1] is set by then.
     """
     tokens = x.shape[0]
     assert (weights.rows, weights.columns) == (sizes.rows, x.shape[1])
@@ -217,6 +226,7 @@ def in_proj(
         conv_state.stride(0),
         conv_weight,
         conv_bias,
+        x if stop is None else stop,
         ROWS=sizes.rows,
         FIRST=sizes.inner,
         CHANNELS=sizes.channels,
@@ -227,6 +237,7 @@ def in_proj(
         T=triton.next_power_of_2(tokens),
         UNITS=32 * chosen.warps,
         AHEAD=chosen.ahead,
+        GUARDED=stop is not None,
         num_warps=chosen.warps,
         enable_fp_fusion=False,
     )
@@ -245,6 +256,7 @@ def update(
     y: Tensor,
     arrived: Tensor,
     out: Tensor,
+    stop: Tensor | None = None,
     part: int = UPDATE_PART,
     warps: int = UPDATE_WARPS,
 ) -> None:
@@ -253,7 +265,8 @@ def update(
     projected float32 [M, rows], from `in_proj`; a = -e^A_log, d and dt_bias float32 [heads]; ssm_state float32 [slots,
     heads, head_dim, state] with any slot stride; slots int32 [M], all different; norm_weight float32 [inner] in plain
     order; y float32 [M, inner] in plain order; out float32 [M, inner] in octet order. `arrived` int32 [M, groups] must
-    be zero and is zero again afterwards. `part` and `warps` are given by measurements only.
+    be zero and is zero again afterwards. The state stays as it is if `stop` int32 [1] is set by then.
+    `part` and `warps` are given by measurements only.
     """
     assert ssm_state[0].is_contiguous()
     update_kernel[(triton.cdiv(sizes.head_dim, part), sizes.heads, projected.shape[0])](
@@ -269,6 +282,7 @@ def update(
         norm_weight,
         out,
         eps,
+        y if stop is None else stop,
         ROWS=sizes.rows,
         HEADS=sizes.heads,
         HEAD_DIM=sizes.head_dim,
@@ -277,6 +291,7 @@ def update(
         PART=part,
         COLUMNS=triton.next_power_of_2(sizes.state),
         GROUP_PADDED=triton.next_power_of_2(sizes.inner // sizes.groups),
+        GUARDED=stop is not None,
         num_warps=warps,
         enable_fp_fusion=False,
     )

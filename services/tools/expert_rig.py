@@ -19,7 +19,7 @@ class Method:
     name: str
     route: Route = Route.IN_PLACE
     share: int | None = None
-    waves: int = 1
+    waves: tuple[int, ...] = ()  # items of each; one wave of all
     whole_groups: bool = False
     timeout_ns: int = TIMEOUT_NS
     splits: int = DOWN_SPLITS
@@ -29,7 +29,7 @@ class Method:
 class Rig:
     """`layers` MoE layers in a graph; inputs are written between replays. All on the current CUDA device.
 
-    `share` is where a split that finds itself begins.
+    `share` is where a split that finds itself begins. `late`: how often the last replay's token had to go on.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Rig:
         device = torch.device("cuda")
         layout = slots.host.catalog.layout
         self.method = method
-        self.layers = layers
+        self.layers, self.late = layers, 0
         self.step = ExpertStep(layout, tokens * top_k, tokens, top_k, device, method.splits)
         self.turns = Turns(slots, self.step, method.waves, method.timeout_ns)
         if method.route is not Route.IN_PLACE:
@@ -67,11 +67,18 @@ class Rig:
         begin.record()
         self.graph.replay()
         end.record()
-        self.turns.serve(self.layers)
+        served = self.turns.serve(self.layers)
         torch.cuda.synchronize()
+        self.late = 0
+        while int(self.turns.stopped):
+            self.late += 1
+            self.turns.go_on()
+            for layer in range(served - 1, self.layers):
+                self._launch(layer, post=layer >= served)
+            end.record()
+            served += self.turns.serve(self.layers - served)
+            torch.cuda.synchronize()
         self.turns.retire()
-        if int(self.turns.stop):
-            raise HandoffError("a wait on the GPU ran out of time")
         return float(begin.elapsed_time(end))
 
     def close(self) -> None:
@@ -79,16 +86,13 @@ class Rig:
         self.turns.retire()
         self.turns.close()
 
-    def _launch(self, layer: int) -> None:
+    def _launch(self, layer: int, post: bool = True) -> None:
         step, turns = self.step, self.turns
         step.x, step.weights, step.out = self.x[layer], self.weights[layer], self.out[layer]
-        turns.post(layer, self.ids[layer], self.x[layer])
+        if post:
+            turns.post(layer, self.ids[layer], self.x[layer])
         step.launch_quantise()
-        in_wave = -(-step.items // self.method.waves)
-        for wave in range(self.method.waves):
-            turns.wait_plan(wave)
-            first = wave * in_wave
-            step.launch_items(first, min(in_wave, step.items - first), self.method.whole_groups)
+        turns.launch_waves(self.method.whole_groups)
         turns.wait_results()
         step.launch_combine()
 
@@ -99,8 +103,8 @@ class Rig:
                 self._launch(layer)
                 self.turns.serve(1)
             torch.cuda.synchronize()
+            in_time = not int(self.turns.stopped)
             self.turns.retire()
-            if not int(self.turns.stop):
+            if in_time:
                 return
-            self.turns.stop.zero_()
         raise HandoffError("the host does not answer the GPU in time, even when nothing is to be compiled")

@@ -62,7 +62,7 @@ KERNELS = [
     (
         decode.combine_kernel,
         "source:*i32 weights:*fp32 y:*fp32 host_y:*fp32 out:*fp32",
-        {"LATENT": 1024, "TOKENS": 4, "TOP_K": 22, "TILE": decode_step.COMBINE_TILE},
+        {"LATENT": 1024, "TOKENS": 4, "TOP_K": 22, "TILE": decode_step.COMBINE_TILE, "OCTETS": True},
         2,
     ),
     (
@@ -73,13 +73,13 @@ KERNELS = [
     ),
     (
         handoff.post_kernel,
-        "turn:*i32 posted:*i32 layer:i32 ids:*i32 x:*fp32 host_ids:*i32 host_x:*fp32",
+        "turn:*i32 stop:*i32 posted:*i32 layer:i32 ids:*i32 x:*fp32 host_ids:*i32 host_x:*fp32",
         {"IDS": 22, "IDS_PADDED": 32, "VALUES": 1024, "VALUES_PADDED": 1024},
         4,
     ),
     (
         handoff.wait_kernel,
-        "turn:*i32 flag:*i32 stop:*i32 timeout_ns:i64 waited:*i64 plan:*i64 plan_here:*i64",
+        "turn:*i32 flag:*i32 stop:*i32 stopped_there:*i32 timeout_ns:i64 waited:*i64 plan:*i64 plan_here:*i64",
         {"PLAN": 128, "PLAN_PADDED": 128},
         1,
     ),

@@ -12,7 +12,7 @@ from kernels.attention import pages
 from kernels.linear.gpu import linear_kernel, tiling
 
 SIZES = mamba.Sizes(heads=128, head_dim=64, state=128, groups=8)
-LINEAR = "x:*fp32 x_single:*fp32 norm_weight:*fp32 eps:fp32 tokens:i32 " + " ".join(
+LINEAR = "x:*fp32 x_single:*fp32 norm_weight:*fp32 eps:fp32 tokens:i32 stop:*i32 " + " ".join(
     f"out{i}:*fp32 weight{i}:*i32 scales{i}:*i16 factor{i}:fp32 rows{i}:i32" for i in range(3)
 )
 
@@ -30,15 +30,21 @@ def linear(parts: list[tuple[str, int]], columns: int, tokens: int, finish: str,
         form, rows = parts[min(index, len(parts) - 1)]
         tile = tiling(form, rows, columns, tokens).tile
         constants |= {f"FORMAT{index}": form, f"TILE{index}": tile, f"FINISH{index}": finish}
-    return linear_kernel, LINEAR, constants | {"PARTS": len(parts), "NORM": with_norm}, warps
+    return (
+        linear_kernel,
+        LINEAR,
+        constants | {"PARTS": len(parts), "NORM": with_norm, "GUARDED": finish == "add"},
+        warps,
+    )
 
 
 def in_proj(form: str, tokens: int) -> tuple:
     constants, warps = step(form, SIZES.rows, 4096, tokens)
     constants |= {"ROWS": SIZES.rows, "FIRST": SIZES.inner, "CHANNELS": SIZES.channels, "TAPS": 4, "FORMAT": form}
+    constants |= {"GUARDED": True}
     arguments = (
         "x:*fp32 x_single:*fp32 norm_weight:*fp32 eps:fp32 weight:*i32 scales:*i16 factor:fp32 out:*fp32 tokens:i32 "
-        "slots:*i32 conv_state:*fp32 conv_stride:i32 conv_weight:*fp32 conv_bias:*fp32"
+        "slots:*i32 conv_state:*fp32 conv_stride:i32 conv_weight:*fp32 conv_bias:*fp32 stop:*i32"
     )
     return mamba.in_proj_kernel, arguments, constants, warps
 
@@ -92,9 +98,9 @@ DENSE = [
     (
         mamba.update_kernel,
         "projected:*fp32 slots:*i32 ssm_state:*fp32 ssm_stride:i32 a:*fp32 d:*fp32 dt_bias:*fp32 y:*fp32 arrived:*i32 "
-        "norm_weight:*fp32 out:*fp32 eps:fp32",
+        "norm_weight:*fp32 out:*fp32 eps:fp32 stop:*i32",
         {"ROWS": SIZES.rows, "HEADS": 128, "HEAD_DIM": 64, "STATE": 128, "GROUPS": 8, "PART": mamba.UPDATE_PART}
-        | {"COLUMNS": 128, "GROUP_PADDED": 1024},
+        | {"COLUMNS": 128, "GROUP_PADDED": 1024, "GUARDED": True},
         mamba.UPDATE_WARPS,
     ),
     (

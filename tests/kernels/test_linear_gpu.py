@@ -102,6 +102,16 @@ def test_norm_before_and_finishes_after() -> None:
     assert relative_error(stored, reference(x, meaning)) > 0.1, "the norm must show"
 
 
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_nothing_is_added_once_the_token_has_stopped(stopped: int) -> None:
+    weights, _ = packed("BF16", randn(24, 64, seed=1))
+    before = here(randn(3, 24, seed=3))
+    added = before.clone()
+    stop = torch.full((1,), stopped, dtype=torch.int32, device=DEVICE)
+    linear(here(randn(3, 64, seed=2)), weights, added, "add", configuration=ONE_WARP, stop=stop)
+    assert torch.equal(added, before) == bool(stopped)
+
+
 def test_three_linears_in_one_launch_are_the_three_alone() -> None:
     x = here(to_octets(randn(2, 64)))
     made = [

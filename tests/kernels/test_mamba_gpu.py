@@ -31,8 +31,9 @@ class Layer:
         self.ssm = randn(SLOTS, 3, SIZES.heads, SIZES.head_dim, SIZES.state, seed=10)
         self.x = randn(4, HIDDEN, seed=11)
 
-    def run(self, rows: slice) -> tuple[Tensor, ...]:
+    def run(self, rows: slice, stopped: int | None = None) -> tuple[Tensor, ...]:
         """projected, y, normed, and all conv and SSM states, after one token for the given rows."""
+        stop = None if stopped is None else torch.full((1,), stopped, dtype=torch.int32, device=DEVICE)
         conv, ssm = here(self.conv.clone()), here(self.ssm.clone())
         slots = here(torch.tensor(ORDER[rows], dtype=torch.int32))
         count = len(slots)
@@ -40,9 +41,9 @@ class Layer:
         arrived = torch.zeros(count, SIZES.groups, dtype=torch.int32, device=DEVICE)
         x, norm = here(to_octets(self.x[rows])), Norm(here(to_octets(self.norm_weight)), EPS)
         weights, taps, bias = Linear.pack("BF16", here(self.weight)), here(self.conv_weight), here(self.conv_bias)
-        in_proj(x, norm, weights, SIZES, taps, bias, conv[:, 1], slots, projected, WIDE)
+        in_proj(x, norm, weights, SIZES, taps, bias, conv[:, 1], slots, projected, WIDE, stop)
         scan = (here(self.a), here(self.d), here(self.dt_bias), ssm[:, 2], slots)
-        update(projected, SIZES, *scan, here(self.inner_norm), EPS, y, arrived, out, part=8)
+        update(projected, SIZES, *scan, here(self.inner_norm), EPS, y, arrived, out, stop, part=8)
         assert not arrived.any()
         return projected.cpu(), y.cpu(), from_octets(out).cpu(), conv.cpu(), ssm.cpu()
 
@@ -92,3 +93,12 @@ def test_a_token_does_not_see_the_others() -> None:
             assert torch.equal(one[0], all_of[row])
         for one, all_of in zip(alone[3:], together[3:], strict=True):
             assert torch.equal(one[ORDER[row]], all_of[ORDER[row]])
+
+
+def test_states_stay_once_the_token_has_stopped() -> None:
+    layer = Layer()
+    *_, conv, ssm = layer.run(slice(0, 2), stopped=1)
+    assert torch.equal(conv, layer.conv)
+    assert torch.equal(ssm, layer.ssm)
+    for found, expected in zip(layer.run(slice(0, 2), stopped=0), layer.run(slice(0, 2)), strict=True):
+        assert torch.equal(found, expected)

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 #include <limits>
+#include <stdexcept>
 
 namespace thimble {
 namespace {
@@ -20,12 +21,14 @@ void rest() {
 #endif
 }
 
+uint32_t load(const uint32_t* flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
+
 void publish(uint32_t* flag, uint32_t value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
 
 }  // namespace
 
 Turns::Turns(Step& step, const Catalog& catalog, const TurnMemory& memory, const TurnShape& shape)
-    : step_(step), catalog_(catalog), memory_(memory), shape_(shape), turn_(__atomic_load_n(memory.posted, __ATOMIC_ACQUIRE)) {
+    : step_(step), catalog_(catalog), memory_(memory), shape_(shape), turn_(load(memory.posted)) {
   float* nan = memory_.results + int64_t(shape_.rows) * shape_.top_k * catalog_.shape.latent;
   std::fill(nan, nan + catalog_.shape.latent, std::numeric_limits<float>::quiet_NaN());
 }
@@ -43,19 +46,20 @@ void Turns::set_share(int fixed, double initial) {
   carry_ = 0;
 }
 
-std::string Turns::serve(int turns, int64_t timeout_us) {
+int Turns::serve(int turns, int64_t timeout_us) {
   if (lanes_) lanes_->bind();
   int64_t host_ns = 0;
   Clock::time_point finished = Clock::now();
   for (int served = 0; served < turns; served++) {
-    uint32_t posted;
-    while ((posted = __atomic_load_n(memory_.posted, __ATOMIC_ACQUIRE)) == turn_) {
+    while (load(memory_.posted) == turn_) {
+      // The GPU stops before it would post, so a stop that is seen here is of a turn that was answered too late.
+      if (load(memory_.stopped) && load(memory_.posted) == turn_) return served;
+      if (ns_between(finished, Clock::now()) > timeout_us * 1000)
+        throw std::runtime_error("the GPU has not reached its next layer in time");
       rest();
-      if (ns_between(finished, Clock::now()) > timeout_us * 1000) return "the GPU has not reached its next layer in time";
     }
     const Clock::time_point seen = Clock::now();
-    if (posted != turn_ + 1) return "the GPU did not wait for the host, which was stopped for too long";
-    turn_ = posted;
+    turn_++;
     if (served) {
       times_.idle_ns += ns_between(finished, seen);
       adapt(host_ns);
@@ -65,20 +69,20 @@ std::string Turns::serve(int turns, int64_t timeout_us) {
     const Clock::time_point began = Clock::now();
     const std::string error =
         step_.run_shared(memory_.ids[lookups], shape_.rows, shape_.top_k, memory_.ids, memory_.x, memory_.results, *this);
-    if (!error.empty()) return error;
+    if (!error.empty()) throw std::runtime_error(error);
     publish(memory_.finished, turn_);
     finished = Clock::now();
     host_ns = ns_between(began, finished);
     times_.turns++;
     times_.host_ns += host_ns;
   }
-  return "";
+  return turns;
 }
 
 void Turns::retire() {
   if (lanes_) lanes_->drain();
   step_.retire();
-  turn_ = __atomic_load_n(memory_.posted, __ATOMIC_ACQUIRE);
+  turn_ = load(memory_.posted);
 }
 
 int Turns::share(int ready, int waiting) {
@@ -114,16 +118,16 @@ void Turns::begin(const std::vector<Item>& items, const std::vector<int32_t>& so
   std::memcpy(memory_.plan + shape_.plan_source, source.data(), source.size() * sizeof source[0]);
   times_.gpu_experts += count;
   if (!copies) {
-    for (int wave = 0; wave < shape_.waves; wave++) publish(memory_.planned + wave * CACHE_LINE / 4, turn_);
+    for (size_t wave = 0; wave < shape_.wave_ends.size(); wave++) publish(memory_.planned + wave * CACHE_LINE / 4, turn_);
     return;
   }
   // A wave is announced by the copy stream itself, after its last copy.
   const size_t bytes = size_t(route_ == Route::copy_block ? catalog_.shape.block_bytes : catalog_.shape.down_values);
-  const int in_wave = (shape_.items + shape_.waves - 1) / shape_.waves;
-  for (int wave = 0; wave < shape_.waves; wave++) {
-    for (int item = wave * in_wave; item < std::min(count, (wave + 1) * in_wave); item++)
+  int item = 0;
+  for (size_t wave = 0; wave < shape_.wave_ends.size(); wave++) {
+    for (; item < std::min(count, shape_.wave_ends[wave]); item++)
       lanes_->copy(staging_ + uint64_t(item) * uint64_t(catalog_.shape.block_bytes), items[size_t(item)].block, bytes);
-    lanes_->announce(reinterpret_cast<uint64_t>(memory_.planned) + uint64_t(wave) * CACHE_LINE, turn_);
+    lanes_->announce(reinterpret_cast<uint64_t>(memory_.planned) + wave * CACHE_LINE, turn_);
   }
 }
 

@@ -13,6 +13,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "kernels/experts/device/copy_lanes.h"
 #include "kernels/experts/host/step.h"
@@ -22,18 +23,20 @@ namespace thimble {
 // Addresses in page-locked memory that the GPU sees too. Numbers count turns and are never reused.
 struct TurnMemory {
   const uint32_t* posted;  // written by the GPU
-  uint32_t* planned;       // by us; `waves` of them, each CACHE_LINE bytes after the last
+  uint32_t* planned;       // by us; one for each wave, each CACHE_LINE bytes after the last
   uint32_t* finished;      // by us
   const int32_t* ids;      // [lookups], then the layer's number
   const float* x;          // [rows, latent]
   int64_t* plan;           // as laid out by PlanWords in ../decode_step.py
   float* results;          // [lookups + 1, latent]; the last vector is NaN
   const int64_t* waited_ns;  // written by the GPU: how long it waited for the last turn's results
+  const uint32_t* stopped;   // written by the GPU: not 0 = a wait ran out of time, and it posts nothing more
 };
 
 struct TurnShape {
-  int rows, top_k, items, waves;  // items: most experts that the GPU takes; waves: flags that announce their bytes
+  int rows, top_k, items;  // items: most experts that the GPU takes
   int plan_count, plan_table, plan_scale, plan_source;  // first words of the plan's parts
+  std::vector<int> wave_ends;  // items up to the first end are announced by the first flag, and so on
 };
 
 // How an expert's bytes reach the GPU.
@@ -57,10 +60,11 @@ class Turns final : private Partner {
   void set_share(int fixed, double initial);
   double share_now() const { return share_; }
 
-  // Serves `turns` turns. Empty, or what went wrong: a block that cannot be had, or a GPU that has not posted within
-  // timeout_us. The GPU then goes through the rest of its graph by its own time limits.
-  std::string serve(int turns, int64_t timeout_us);
-  // No graph is running: the GPU holds no block any more, and turns count on from what it has posted.
+  // Serves `turns` turns and returns how many it has. Fewer, if the GPU stopped waiting for the last of them: that turn is
+  // answered now, and the token can go on from its first wait (../handoff.py). Throws std::runtime_error on a block that
+  // cannot be had, or a GPU that has not posted within timeout_us; it then goes through its graph by its own time limits.
+  int serve(int turns, int64_t timeout_us);
+  // No graph is running and none will go on: the GPU holds no block, and turns count on from what it has posted.
   void retire();
 
   struct Times {

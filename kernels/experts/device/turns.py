@@ -3,12 +3,13 @@
 Owns the mapped memory and flags (described in ../handoff.py) and the page-locking of the host library's slots; the
 expert buffers are ExpertStep's. Everything is allocated here, before a graph is captured. Order of one MoE layer:
 
-    post -> wait_plan -> step.launch_quantise, launch_items -> wait_results -> step.launch_combine
+    post -> step.launch_quantise -> launch_waves -> wait_results -> step.launch_combine
 """
 
 import ctypes
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate, pairwise
 
 import torch
 import triton
@@ -58,7 +59,11 @@ class SharedSlots:
     def __init__(self, host: Host) -> None:
         self.host = host
         self.start, size_bytes = host.memory()
-        status = int(torch.cuda.cudart().cudaHostRegister(self.start, size_bytes, 0))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()  # there is a context
+        # The driver's call: the runtime's would leave an error behind that torch takes for its next launch's.
+        status = _cuda().cuMemHostRegister_v2(
+            ctypes.c_void_p(self.start), ctypes.c_size_t(size_bytes), ctypes.c_uint(0)
+        )
         if status:
             raise HandoffError(
                 f"the system refused to page-lock {size_bytes / 2**30:.1f} GiB of expert slots (CUDA error {status}): "
@@ -66,13 +71,18 @@ class SharedSlots:
             )
 
     def close(self) -> None:
-        torch.cuda.cudart().cudaHostUnregister(self.start)  # type: ignore[no-untyped-call]
+        _cuda().cuMemHostUnregister(ctypes.c_void_p(self.start))
 
 
 class Turns:
-    """For slots that the GPU can read, and the step's buffers. Used by the thread that owns both."""
+    """For slots that the GPU can read, and the step's buffers. Used by the thread that owns both.
 
-    def __init__(self, slots: SharedSlots, step: ExpertStep, waves: int = 1, timeout_ns: int = TIMEOUT_NS) -> None:
+    `waves`: how many items each announces; together at least the step's. One wave of all items if none are given.
+    """
+
+    def __init__(
+        self, slots: SharedSlots, step: ExpertStep, waves: tuple[int, ...] = (), timeout_ns: int = TIMEOUT_NS
+    ) -> None:
         latent, lookups = step.layout.latent, step.tokens * step.top_k
 
         def mapped(count: int, dtype: torch.dtype) -> Tensor:
@@ -80,12 +90,14 @@ class Turns:
 
         self.library = native()
         self.step = step
-        self.waves = waves
+        ends = list(accumulate(waves or (step.items,)))
+        if ends[-1] < step.items:
+            raise ValueError(f"waves of {waves} items do not cover {step.items}")
+        self.wave_starts = [0, *(min(end, step.items) for end in ends)]
         self.timeout_ns = timeout_ns
         flag_words = CACHE_LINE // 4
-        self.flags = mapped(flag_words * (2 + waves), torch.int32)
-        self.posted, self.finished = self.flags[:1], self.flags[flag_words : flag_words + 1]
-        self.planned = [self.flags[flag_words * (2 + wave) :][:1] for wave in range(waves)]
+        lines = torch.split(mapped(flag_words * (3 + len(ends)), torch.int32), flag_words)
+        self.posted, self.finished, self.stopped, *self.planned = (line[:1] for line in lines)
         self.ids = mapped(lookups + 1, torch.int32)
         self.x = mapped(step.tokens * latent, torch.float32)
         self.plan = mapped(step.plan_words.total, torch.int64)
@@ -94,9 +106,11 @@ class Turns:
         self.turn = torch.zeros(1, dtype=torch.int32, device=step.device)
         self.stop = torch.zeros(1, dtype=torch.int32, device=step.device)
         step.host_y = self.results.view(lookups + 1, latent)
-        places = (self.posted, self.planned[0], self.finished, self.ids, self.x, self.plan, self.results, self.waited)
+        flags = (self.posted, self.planned[0], self.finished)
+        places = (*flags, self.ids, self.x, self.plan, self.results, self.waited, self.stopped)
         words = step.plan_words
-        sizes = (step.tokens, step.top_k, step.items, waves, words.count, words.table, words.scale_2, words.source)
+        parts = (words.count, words.table, words.scale_2, words.source)
+        sizes = (step.tokens, step.top_k, step.items, *parts, len(ends), *self.wave_starts[1:])
         self.library.thimble_turns_open.restype = ctypes.c_void_p
         self.handle = ctypes.c_void_p(
             self.library.thimble_turns_open(
@@ -130,6 +144,7 @@ class Turns:
         """ids int32 [tokens, top_k] and x float32 [tokens, latent] on the GPU go to the host; a turn begins."""
         handoff.post_kernel[(1,)](
             self.turn,
+            self.stop,
             self.posted,
             layer,
             ids,
@@ -147,6 +162,12 @@ class Turns:
         """Until the host has said what the GPU computes; with the first wave comes the plan itself."""
         self._wait(self.planned[wave], self.step.plan_words.total if wave == 0 else 0)
 
+    def launch_waves(self, whole_groups: bool = False) -> None:
+        """Each wave's experts, as soon as its bytes are announced."""
+        for wave, (first, end) in enumerate(pairwise(self.wave_starts)):
+            self.wait_plan(wave)
+            self.step.launch_items(first, end - first, whole_groups)
+
     def wait_results(self) -> None:
         self._wait(self.finished, 0)
 
@@ -155,6 +176,7 @@ class Turns:
             self.turn,
             flag,
             self.stop,
+            self.stopped,
             self.timeout_ns,
             self.waited,
             self.plan,
@@ -164,13 +186,32 @@ class Turns:
             num_warps=1,
         )
 
-    def serve(self, turns: int, timeout_us: int = 1_000_000) -> None:
-        """The host's part of `turns` turns of a graph that has been launched. Raises HandoffError."""
-        self._call("thimble_turns_serve", ctypes.c_int(turns), ctypes.c_int64(timeout_us))
+    def serve(self, turns: int, timeout_us: int = 1_000_000) -> int:
+        """The host's part of `turns` turns of launches that are queued -> how many were served.
+
+        Fewer, if the GPU gave up waiting in the last of them: see `go_on`. Raises HandoffError.
+        """
+        message = ctypes.create_string_buffer(MESSAGE_BYTES)
+        served = self.library.thimble_turns_serve(
+            self.handle, ctypes.c_int(turns), ctypes.c_int64(timeout_us), message, ctypes.c_int64(MESSAGE_BYTES)
+        )
+        if served < 0:
+            raise HandoffError(message.value.decode(errors="replace"))
+        return int(served)
+
+    def go_on(self) -> None:
+        """The GPU gave up in a turn that is served by now, and what was launched has ended.
+
+        Launch that turn again from `launch_quantise` on, without `post`, and all that follows it.
+        """
+        self.stop.zero_()
+        self.stopped.zero_()
 
     def retire(self) -> None:
         """The graph has ended: the GPU holds no block. After a failure this also makes the next graph possible."""
         self._call("thimble_turns_retire")
+        if int(self.stopped):
+            self.go_on()
 
     def times(self) -> Times:
         self.library.thimble_turns_time_names.restype = ctypes.c_char_p
@@ -193,5 +234,9 @@ def _current_context() -> int:
     """The CUDA context that torch uses in this thread, which the copying thread must use too."""
     torch.cuda.synchronize()
     context = ctypes.c_void_p()
-    ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(context))
+    _cuda().cuCtxGetCurrent(ctypes.byref(context))
     return context.value or 0
+
+
+def _cuda() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

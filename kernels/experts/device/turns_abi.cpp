@@ -14,13 +14,15 @@ namespace {
 void write(char* message, int64_t bytes, const std::string& text) { std::snprintf(message, size_t(bytes), "%s", text.c_str()); }
 }  // namespace
 
-// `memory`: addresses of TurnMemory's members in order; `shape`: TurnShape's. The host and all memory must outlive the turns.
+// `memory`: addresses of TurnMemory's members in order; `shape`: TurnShape's, the number of waves before their ends. The host and all memory must outlive the turns.
 THIMBLE_API void* thimble_turns_open(void* host, const uint64_t* memory, const int32_t* shape) {
   const TurnMemory where{reinterpret_cast<const uint32_t*>(memory[0]), reinterpret_cast<uint32_t*>(memory[1]),
                          reinterpret_cast<uint32_t*>(memory[2]),       reinterpret_cast<const int32_t*>(memory[3]),
                          reinterpret_cast<const float*>(memory[4]),    reinterpret_cast<int64_t*>(memory[5]),
-                         reinterpret_cast<float*>(memory[6]),          reinterpret_cast<const int64_t*>(memory[7])};
-  const TurnShape sizes{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], shape[7]};
+                         reinterpret_cast<float*>(memory[6]),          reinterpret_cast<const int64_t*>(memory[7]),
+                         reinterpret_cast<const uint32_t*>(memory[8])};
+  const TurnShape sizes{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6],
+                        std::vector<int>(shape + 8, shape + 8 + shape[7])};
   return new Turns(step_of(host), catalog_of(host), where, sizes);
 }
 
@@ -46,17 +48,14 @@ THIMBLE_API void thimble_turns_share(void* turns, int fixed, double initial) {
   static_cast<Turns*>(turns)->set_share(fixed, initial);
 }
 
-// 0, or 1 with a message.
+// How many turns were served (Turns::serve), or -1 with a message.
 THIMBLE_API int thimble_turns_serve(void* turns, int count, int64_t timeout_us, char* message, int64_t message_bytes) {
-  std::string error;
   try {
-    error = static_cast<Turns*>(turns)->serve(count, timeout_us);
+    return static_cast<Turns*>(turns)->serve(count, timeout_us);
   } catch (const std::exception& failure) {
-    error = failure.what();
+    write(message, message_bytes, failure.what());
+    return -1;
   }
-  if (error.empty()) return 0;
-  write(message, message_bytes, error);
-  return 1;
 }
 
 // 0, or 1 with a message.
