@@ -35,6 +35,7 @@ class Call:
 
     async def run(self) -> None:
         request = await self._start()
+        await self._engine.prepare(request)
         loop = asyncio.get_running_loop()
 
         def sink(event: Event) -> None:  # called by the engine's thread: hands the event over to this loop

@@ -1,35 +1,40 @@
 """The next id of one answer: the model's logits, what the request asks for, and what the answer holds so far.
 
 Owns the counts and the thinking of one sequence; kernels/sampling owns the arithmetic. A request that asks for nothing
-special is drawn from the logits as they are.
+special is drawn from the logits as they are. A grammar begins behind the thinking; until then the answer cannot end.
 """
 
 from collections import Counter
 
+import torch
 from torch import Tensor
 
 from kernels.sampling.penalties import logprobs, penalise, shift
 from kernels.sampling.reference import sample
+from services.engine.grammar import Matcher
 from services.engine.request import Request, Token
 
 
 class Choosing:
     """Call `next` once for every token of the answer. Used by the engine's thread only."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, matcher: Matcher | None = None) -> None:
         self._request = request
+        self._matcher = matcher
         self._prompt = frozenset(request.ids) if request.repetition_penalty != 1 else frozenset()
         self._answer: Counter[int] = Counter()
         self._chosen = 0
         self._thinking = request.thinking is not None
         self._thinking_must_end = False
+        others = request.thinking.end_ids[1:] if matcher is not None and request.thinking is not None else ()
+        self._unfit_ends = frozenset(id_ for id_ in others if matcher is not None and not matcher.fits(id_))
 
     def stop_thinking(self) -> None:
         """The next id ends the thinking, if the answer still thinks."""
         self._thinking_must_end = True
 
     def next(self, logits: Tensor, position: int) -> Token:
-        """logits float32 [V]; `position` is how many ids the state has read. Raises LogitsError."""
+        """logits float32 [V]; `position` is how many ids the state has read. Raises LogitsError and GrammarError."""
         request = self._request
         id_ = self._forced()
         if id_ is None:
@@ -44,8 +49,7 @@ class Choosing:
             )
         self._chosen += 1
         self._answer[id_] += 1
-        if request.thinking is not None and id_ in request.thinking.end_ids:
-            self._thinking = False
+        self._follow(id_)
         if request.logprobs is None:
             return Token(id_)
         return Token(id_, *logprobs(logits, id_, request.logprobs))
@@ -62,7 +66,27 @@ class Choosing:
         penalties = (request.repetition_penalty, request.presence_penalty, request.frequency_penalty)
         if penalties != (1, 0, 0):
             logits = penalise(logits, self._prompt, self._answer, *penalties)
-        forbidden = request.stop_ids if self._chosen < request.min_tokens else frozenset()
+        forbidden = self._forbidden()
         if request.logit_bias or forbidden:
             logits = shift(logits, request.logit_bias, forbidden)
+        if self._matcher is not None and not self._thinking:
+            allowed = self._matcher.allowed(may_stop=self._chosen >= request.min_tokens)
+            logits = logits.masked_fill(~allowed.to(logits.device), -torch.inf)
         return logits
+
+    def _forbidden(self) -> frozenset[int]:
+        """Ids that cannot come now, whatever their logits. Behind the thinking, the grammar decides about stop ids."""
+        request = self._request
+        if self._matcher is None:
+            return request.stop_ids if self._chosen < request.min_tokens else frozenset()
+        return request.stop_ids | self._unfit_ends if self._thinking else frozenset()
+
+    def _follow(self, id_: int) -> None:
+        """What an id that was chosen means for the thinking and for the grammar."""
+        thinking = self._request.thinking
+        begins = not self._thinking  # the answer's text, with this id
+        if thinking is not None and self._thinking and id_ in thinking.end_ids:
+            self._thinking = False
+            begins = id_ != thinking.end_ids[0]  # the others end the thinking because the answer begins with them
+        if begins and self._matcher is not None and id_ not in self._request.stop_ids:
+            self._matcher.accept(id_)

@@ -39,6 +39,8 @@ class EngineConfig:
     )
     kv_gb: float = setting(1.0, "GB", "memory for the attention layers' keys and values, shared by all sequences")
     prefill_chunk_tokens: int = setting(64, "tokens", "prompt tokens read between two tokens of the other sequences")
+    grammar_max_bytes: int = setting(131_072, "bytes", "largest schema or grammar that an answer may have to follow")
+    grammar_timeout_s: float = setting(5.0, "s", "longest wait for a schema or grammar to be worked out")
 
     hot_states_gb: float = setting(
         1.0, "GB", "RAM for states kept after a request, so that the next need not send them"
@@ -74,6 +76,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     "context_tokens": (0, 10_000_000),
     "kv_gb": (0.001, 4096),
     "prefill_chunk_tokens": (1, 65536),
+    "grammar_max_bytes": (0, 4_000_000),
+    "grammar_timeout_s": (0.001, 60),
     "hot_states_gb": (0, 4096),
     "snapshot_timeout_s": (0.1, 3600),
     "stop_timeout_s": (0, 3600),

@@ -21,6 +21,7 @@ from concurrent.futures import Future
 
 from services.engine.errors import CancelledError, EngineError, QueueFullError, StepError, StoppingError
 from services.engine.experts.streamer import Experts
+from services.engine.grammar import Grammars
 from services.engine.request import Event, Failed, Finish, Info, Request, Sink
 from services.engine.scheduler import Scheduler
 from services.engine.sequence import Sequence
@@ -36,8 +37,9 @@ class Engine:
     Everything below but `_inbox`, `_open` and `_stop_at`, which `_wake` guards, belongs to the thread.
     """
 
-    def __init__(self, info: Info, scheduler: Scheduler, experts: Experts) -> None:
+    def __init__(self, info: Info, scheduler: Scheduler, experts: Experts, grammars: Grammars) -> None:
         self.info = info
+        self._grammars = grammars
         self.ended: Future[None] = Future()
         self._scheduler = scheduler
         self._experts = experts
@@ -48,9 +50,19 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine")
         self._thread.start()
 
-    def submit(self, request: Request, sink: Sink) -> "Handle":
-        """Take a request in. Raises RequestError, QueueFullError or StoppingError, and then the sink gets nothing."""
+    async def prepare(self, request: Request) -> None:
+        """Have everything ready that `submit` would wait for. Raises RequestError."""
         request.check(self.info)
+        if request.grammar is not None:
+            await self._grammars.prepare(request.grammar)
+
+    def submit(self, request: Request, sink: Sink) -> "Handle":
+        """Take a request in. Raises RequestError, QueueFullError or StoppingError, and then the sink gets nothing.
+
+        It returns at once, but for a grammar that was not prepared.
+        """
+        request.check(self.info)
+        matcher = None if request.grammar is None else self._grammars.matcher(request.grammar, request.stop_ids)
 
         def counted(event: Event) -> None:
             if isinstance(event, Finish | Failed):
@@ -58,7 +70,7 @@ class Engine:
                     self._open -= 1
             sink(event)
 
-        sequence = Sequence(request, counted)
+        sequence = Sequence(request, counted, matcher)
         with self._wake:
             if self._stop_at is not None:
                 raise StoppingError("the engine is stopping: ask again in a moment, or ask another one")
@@ -96,6 +108,7 @@ class Engine:
             if failure is None
             else StepError("the engine has failed and stops; its log says why")
         )
+        self._grammars.close()
         try:
             self._experts.close()
         except Exception as error:

@@ -12,6 +12,7 @@ EngineError
 │   ├── ContextError        prompt and answer do not fit the context
 │   ├── SamplingError       temperature, top_p or max_tokens out of range
 │   ├── PositionError       a snapshot is wanted where there is none
+│   ├── GrammarError        a grammar that is wrong, that nothing fits, or that takes too much
 │   └── StreamError         messages of a stream in an order that the contract does not have
 ├── UnsupportedError        declared in the contract, not built
 ├── QueueFullError          as many requests as the engine takes are under way or waiting
@@ -76,6 +77,10 @@ class SamplingError(RequestError):
 
 class PositionError(RequestError):
     code = "bad_snapshot_position"
+
+
+class GrammarError(RequestError):
+    code = "bad_grammar"
 
 
 class StreamError(RequestError):

@@ -16,6 +16,7 @@ from services.engine.config import EngineConfig
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import Experts, open_experts
 from services.engine.fingerprint import arithmetic_fingerprint
+from services.engine.grammar import Grammars
 from services.engine.metrics import Metrics
 from services.engine.model import Model
 from services.engine.pages import PagePool
@@ -33,6 +34,7 @@ class Parts:
     info: Info
     scheduler: Scheduler
     experts: Experts
+    grammars: Grammars
 
 
 def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str], None]) -> Parts:
@@ -70,7 +72,9 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         experts.close()
         raise
     say(f"loaded {info.model}, fingerprint {info.model_fingerprint}, in {time.perf_counter() - begin:.1f} s")
-    return Parts(info, scheduler, experts)
+    tokenizer_file = store.folder / "tokenizer.json"
+    grammars = Grammars(tokenizer_file, info.vocab_size, config.grammar_max_bytes, config.grammar_timeout_s)
+    return Parts(info, scheduler, experts, grammars)
 
 
 def served_name(store: Store) -> str:

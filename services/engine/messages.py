@@ -2,7 +2,20 @@
 
 from collections.abc import Iterator
 
-from services.engine.request import Finish, Info, Progress, Request, Restore, Snapshot, StateRef, Thinking, Token
+from services.engine.errors import GrammarError
+from services.engine.request import (
+    Finish,
+    Form,
+    Grammar,
+    Info,
+    Progress,
+    Request,
+    Restore,
+    Snapshot,
+    StateRef,
+    Thinking,
+    Token,
+)
 from services.rpc import engine_pb2 as pb
 
 
@@ -31,12 +44,21 @@ def request_of(start: pb.Start) -> Request:
         logprobs=start.logprobs.top if start.HasField("logprobs") else None,
         thinking=_thinking(start.thinking) if start.HasField("thinking") else None,
         low_priority=start.low_priority,
+        grammar=_grammar(start.grammar) if start.HasField("grammar") else None,
+        user=start.user,
     )
 
 
 def _thinking(thinking: pb.Thinking) -> Thinking:
     budget_tokens = thinking.budget_tokens if thinking.HasField("budget_tokens") else None
     return Thinking(tuple(thinking.end_ids), budget_tokens)
+
+
+def _grammar(grammar: pb.Grammar) -> Grammar:
+    form = grammar.WhichOneof("form")
+    if form is None:
+        raise GrammarError("the grammar has no form: give json_schema, regex, lark or gbnf")
+    return Grammar(Form(form), getattr(grammar, form))
 
 
 def message_of(event: Restore | Progress | Token | Finish) -> pb.GenerateOut:

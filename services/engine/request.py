@@ -51,6 +51,23 @@ class Thinking:
     budget_tokens: int | None = None
 
 
+class Form(enum.Enum):
+    """What a grammar is written in. The values are the names of the contract's fields."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+    GBNF = "gbnf"
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What the text of an answer must be, behind its thinking."""
+
+    form: Form
+    text: str
+
+
 @dataclass(frozen=True)
 class Request:
     """One generation, as in the contract's Start.
@@ -81,6 +98,8 @@ class Request:
     logprobs: int | None = None
     thinking: Thinking | None = None
     low_priority: bool = False
+    grammar: Grammar | None = None
+    user: str = ""
 
     def check(self, info: Info) -> None:
         """Raise the RequestError that names the first thing wrong with this request."""
@@ -101,6 +120,8 @@ class Request:
                     raise IdsError(f"{name} has {outside}, but the vocabulary is 0 to {info.vocab_size - 1}")
         if self.thinking is not None and not ends:
             raise IdsError("thinking.end_ids is empty: name the id that ends the thinking")
+        if self.grammar is not None and not self.stop_ids:
+            raise IdsError("stop_ids is empty: an answer with a grammar must be able to end")
         self._check_sampling()
         if len(self.snapshot_at) > MOST_SNAPSHOTS:
             raise PositionError(f"{len(self.snapshot_at)} snapshot positions: at most {MOST_SNAPSHOTS} in one request")

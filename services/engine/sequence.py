@@ -6,6 +6,7 @@ Owns its state from the moment it gets a place until `release`. Decides nothing 
 import time
 
 from services.engine.choosing import Choosing
+from services.engine.grammar import Matcher
 from services.engine.request import Finish, Reason, Request, Sink, Snapshot, StateRef
 from services.engine.snapshots.hot import Stored
 from services.engine.state import State
@@ -14,10 +15,10 @@ from services.engine.state import State
 class Sequence:
     """Times are `time.perf_counter` seconds; the clock of a phase runs from the end of the one before."""
 
-    def __init__(self, request: Request, sink: Sink) -> None:
+    def __init__(self, request: Request, sink: Sink, matcher: Matcher | None = None) -> None:
         self.request = request
         self.sink = sink
-        self.choosing = Choosing(request)
+        self.choosing = Choosing(request, matcher)
         self.state: State | None = None
         self.awaited: StateRef | None = None  # the payload that the client was asked for
         self.cached_tokens = 0

@@ -45,6 +45,7 @@ STATUS: dict[type[EngineError], grpc.StatusCode] = {
     errors.ContextError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.SamplingError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.PositionError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.GrammarError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.StreamError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.UnsupportedError: grpc.StatusCode.UNIMPLEMENTED,
     errors.QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,

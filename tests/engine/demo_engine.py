@@ -50,7 +50,7 @@ def demo(store: Store, **settings: Any) -> Iterator[Demo]:
     registry = CollectorRegistry()
     config = EngineConfig(store=store.folder, **{"hot_states_gb": 0.1, **settings})
     parts = load(config, registry, say=lambda text: None)
-    engine = Engine(parts.info, parts.scheduler, parts.experts)
+    engine = Engine(parts.info, parts.scheduler, parts.experts, parts.grammars)
     running = Demo(engine, registry, store)
     try:
         yield running

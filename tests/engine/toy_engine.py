@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from services.engine.engine import Engine, Handle
 from services.engine.experts.streamer import Counters
+from services.engine.grammar import Grammars
 from services.engine.metrics import Metrics
 from services.engine.model import Segment
 from services.engine.model_config import ModelConfig
@@ -174,6 +176,7 @@ def toy(
     chunk_tokens: int = 8,
     hot_bytes: int = 1 << 20,
     sound: bool = True,
+    tokenizer_file: Path = Path("none"),
 ) -> Iterator[Toy]:
     experts = ToyExperts()
     model = ToyModel(experts)
@@ -182,7 +185,8 @@ def toy(
     hot = HotStates(payloads, info.arithmetic_fingerprint, hot_bytes)
     metrics = Metrics(info, experts, CollectorRegistry())
     scheduler = Scheduler(model, pool, hot, metrics, info.max_sequences, chunk_tokens)
-    engine = Engine(info, scheduler, experts)
+    grammars = Grammars(tokenizer_file, info.vocab_size, most_bytes=10_000, timeout_s=20.0)
+    engine = Engine(info, scheduler, experts, grammars)
     try:
         yield Toy(engine, model, pool, hot, metrics, experts, scheduler)
     finally:

@@ -1,0 +1,168 @@
+"""Grammars for answers: worked out beside the engine's thread, kept by their content, and walked one id at a time.
+
+Owns the vocabulary as llguidance reads it (tokenizer.json, at the first grammar), the bounds of time and size, and
+which ids may come next in one answer. What is done with logits is choosing.py's.
+
+llguidance counts what it does (lexer fuel, items, states), so that no grammar takes unbounded time or memory; the time
+limit here also covers the waiting for others' grammars. A thread that works on one cannot be stopped, but ends soon.
+"""
+
+import asyncio
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import llguidance
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from torch import Tensor
+
+from services.engine.errors import GrammarError, UnsupportedError
+from services.engine.request import Form, Grammar
+
+MOST_KEPT = 64  # grammars, good and bad ones
+THREADS = 2
+MOST_LEXER_STATES = 50_000  # of one answer, 1 to 2 kB each
+LONGEST_REASON = 500
+JSON_SPACE = r" |\n {0,16}"  # between the parts of a JSON text: pretty printing, but no endless row of it
+
+
+class Matcher:
+    """One answer's way through its grammar. Used by one thread at a time."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, stop_ids: Iterable[int], eos_ids: Iterable[int]) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._stops = sorted(stop_ids)
+        self._ends = sorted({*self._stops, *eos_ids})
+
+    def allowed(self, may_stop: bool) -> Tensor:
+        """bool [V]: the ids that may come next, at least one. Stop ids are among them if the text is complete, and
+        `may_stop` or nothing else can follow. Raises GrammarError if the grammar has become too much to follow."""
+        packed = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise GrammarError(f"the grammar cannot be followed any further: {_reason(self._matcher.get_error())}")
+        bits = np.unpackbits(np.frombuffer(packed, np.uint8), count=self._vocab_size, bitorder="little")
+        allowed = torch.from_numpy(bits.view(np.bool_))
+        allowed[self._ends] = False
+        stuck = not bool(allowed.any())
+        if self._matcher.is_accepting() and (may_stop or stuck):
+            allowed[self._stops] = True
+        elif stuck:
+            raise GrammarError("the grammar allows nothing that could come next")
+        return allowed
+
+    def fits(self, id_: int) -> bool:
+        """Whether an id could come next."""
+        return self._matcher.validate_tokens([id_]) == 1
+
+    def accept(self, id_: int) -> None:
+        """An id of the answer, one that was allowed; not a stop id."""
+        if not self._matcher.consume_token(id_):
+            raise GrammarError(f"the grammar cannot be followed any further: {_reason(self._matcher.get_error())}")
+
+
+class Grammars:
+    """Safe to use from several threads. `tokenizer_file` is read when the first grammar comes."""
+
+    def __init__(self, tokenizer_file: Path, vocab_size: int, most_bytes: int, timeout_s: float) -> None:
+        self._file = tokenizer_file
+        self._vocab_size = vocab_size
+        self._most_bytes = most_bytes
+        self._timeout_s = timeout_s
+        self._pool = ThreadPoolExecutor(THREADS, "grammar")
+        self._kept: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
+        self._lock = threading.Lock()  # guards _kept
+        self._tokenizer: LLTokenizer | None = None
+        self._reading = threading.Lock()  # guards _tokenizer
+
+    def matcher(self, grammar: Grammar, stop_ids: Iterable[int]) -> Matcher:
+        """For one answer; waits until the grammar is worked out. Raises GrammarError, and UnsupportedError where there
+        is no tokenizer.json."""
+        work = self._work(grammar)
+        try:
+            worked_out = work.result(self._timeout_s)
+        except TimeoutError:
+            raise self._too_slow(work) from None
+        assert self._tokenizer is not None
+        return Matcher(worked_out.deep_copy(), self._vocab_size, stop_ids, self._tokenizer.eos_tokens)
+
+    async def prepare(self, grammar: Grammar) -> None:
+        """Wait until `matcher` has its answer at once. Raises GrammarError if that takes too long."""
+        work = self._work(grammar)
+        waiting = asyncio.wrap_future(work)
+        if not (await asyncio.wait({waiting}, timeout=self._timeout_s))[0]:
+            raise self._too_slow(work)
+        if not waiting.cancelled():
+            waiting.exception()  # `matcher` raises it
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _too_slow(self, work: "Future[LLMatcher]") -> GrammarError:
+        work.cancel()
+        return GrammarError(f"the grammar was not worked out within {self._timeout_s:g} s: make it simpler")
+
+    def _work(self, grammar: Grammar) -> "Future[LLMatcher]":
+        size_bytes = len(grammar.text.encode())
+        if size_bytes > self._most_bytes:
+            raise GrammarError(f"the grammar has {size_bytes} bytes, more than the {self._most_bytes} that are taken")
+        with self._lock:
+            work = self._kept.pop(grammar, None)
+            if work is None or work.cancelled():
+                work = self._pool.submit(self._work_out, grammar)
+            self._kept[grammar] = work
+            while len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+            return work
+
+    def _work_out(self, grammar: Grammar) -> LLMatcher:
+        tokenizer = self._read_tokenizer()
+        limits = LLParserLimits(verbose_errors=False, max_lexer_states=MOST_LEXER_STATES)
+        matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=limits)
+        if matcher.is_error():
+            raise GrammarError(f"the grammar is not usable: {_reason(matcher.get_error())}")
+        try:
+            Matcher(matcher.deep_copy(), self._vocab_size, tokenizer.eos_tokens, ()).allowed(may_stop=True)
+        except GrammarError as error:
+            raise GrammarError(f"no text fits the grammar: {error}") from None
+        return matcher
+
+    def _read_tokenizer(self) -> LLTokenizer:
+        with self._reading:
+            if self._tokenizer is None:
+                try:
+                    text = self._file.read_text(encoding="utf-8")
+                    self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size)
+                except (OSError, ValueError) as error:
+                    raise UnsupportedError(f"this engine follows no grammars: {self._file}: {error}") from error
+            return self._tokenizer
+
+
+def _source(grammar: Grammar) -> str:
+    """As llguidance takes it."""
+    try:
+        match grammar.form:
+            case Form.JSON_SCHEMA:
+                return LLMatcher.grammar_from_json_schema(grammar.text, {"whitespace_pattern": JSON_SPACE})
+            case Form.REGEX:
+                return LLMatcher.grammar_from_regex(grammar.text)
+            case Form.LARK:
+                return LLMatcher.grammar_from_lark(grammar.text)
+            case Form.GBNF:
+                return llguidance.grammar_from("gbnf", grammar.text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"the grammar is not usable: {error}") from error
+
+
+def _reason(text: str) -> str:
+    """llguidance's message without its own state, and short."""
+    if text.startswith("panic"):
+        return "it is too large"
+    plain = re.split(r"\n*<(?:non-verbose|state|backtrace|grammar)", text, maxsplit=1)[0].strip()
+    return json.dumps(plain, ensure_ascii=False)[1:-1][:LONGEST_REASON]
