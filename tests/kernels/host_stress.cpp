@@ -65,7 +65,7 @@ std::vector<Call> make_calls(const Catalog& catalog, const std::string& path) {
   sound.checksums[DAMAGED] ^= 1;
   std::unique_ptr<Step> step;
   FileDrive drive(path);
-  Cache cache(sound, {{&drive}, "lru", LAYERS * EXPERTS, 1, false, false, 0});
+  Cache cache(sound, {{&drive}, "lru", Prefetching::off, LAYERS * EXPERTS, 1, false, false, 0});
   step = std::make_unique<Step>(sound, cache, workers, *kernels_for(Isa::plain));
   std::mt19937 random(2);
   std::vector<Call> calls(24);
@@ -97,15 +97,18 @@ int main(int, char** arguments) {
     Workers workers(threads[round % 4], round % 2 * 20);
     std::unique_ptr<Step> step;
     FileDrive drive(path);
-    Cache cache(catalog, {{&drive}, "lru", slots[round % 4], 1 + round % 3, false, true, round % 5 ? 0 : 300});
+    const char* policies[] = {"guarded-lru", "lru", "s3fifo", "guarded-sieve", "lrfu", "guarded-quota", "lfu"};
+    Cache cache(catalog, {{&drive}, policies[round % 7], Prefetching(1 + round % 2), slots[round % 4], 1 + round % 3, false, true,
+                          round % 5 ? 0 : 300});
     step = std::make_unique<Step>(catalog, cache, workers, *kernels_for(processor_has(Isa::avx2) ? Isa::avx2 : Isa::plain));
     std::atomic<bool> stop{false};
     std::thread guessing([&] {
       std::mt19937 random{unsigned(round)};
       while (!stop) {
         int32_t keys[3];
-        for (int32_t& key : keys) key = int32_t(random() % (LAYERS * EXPERTS));
-        cache.prefetch(keys, 3);
+        const int layer = int(random() % LAYERS);
+        for (int32_t& key : keys) key = layer * EXPERTS + int32_t(random() % EXPERTS);
+        cache.prefetch(layer, keys, 3);
         std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
       }
     });

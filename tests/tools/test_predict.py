@@ -62,7 +62,7 @@ def test_what_is_hidden_or_read_ahead_costs_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("method", "hit_rate", "tok_s"),
-    # Hit rates in the middle of the published 81-84 % at 24 % of the experts, and about what the same trace gives at 20 GB.
+    # The middle of the published 81-84 % with 24 % of the experts in RAM, and what such a trace gives with 20 GB.
     [(Method.COPY, 0.825, 6.6), (Method.GROUPS, 0.825, 7.45), (Method.GROUPS, 0.88, 8.2)],
 )
 def test_the_published_figures(method: Method, hit_rate: float, tok_s: float) -> None:

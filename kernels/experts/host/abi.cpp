@@ -41,8 +41,8 @@ const Catalog& catalog_of(void* host) { return host_of(host).catalog; }
 }  // namespace thimble
 
 // Null with a message if it cannot be had. The workers and the drives must outlive the host.
-THIMBLE_API void* thimble_host_open(void* workers, int isa, const CatalogView* view, const char* policy, int slots,
-                                    int readers, int lock_memory, int poison, int read_delay_us, char* message,
+THIMBLE_API void* thimble_host_open(void* workers, int isa, const CatalogView* view, const char* policy, int prefetch,
+                                    int slots, int readers, int lock_memory, int poison, int read_delay_us, char* message,
                                     int64_t message_bytes) {
   try {
     const Kernels* kernels = kernels_for(Isa(isa));
@@ -52,7 +52,8 @@ THIMBLE_API void* thimble_host_open(void* workers, int isa, const CatalogView* v
     }
     auto host = std::make_unique<Host>();
     host->catalog = catalog_from(*view);
-    const CacheOptions options{drives_of(*view), policy, slots, readers, lock_memory != 0, poison != 0, read_delay_us};
+    const CacheOptions options{drives_of(*view), policy,           Prefetching(prefetch), slots,
+                               readers,          lock_memory != 0, poison != 0,           read_delay_us};
     host->cache = std::make_unique<Cache>(host->catalog, options);
     host->step = std::make_unique<Step>(host->catalog, *host->cache, *static_cast<Workers*>(workers), *kernels);
     return host.release();
@@ -95,7 +96,7 @@ THIMBLE_API void thimble_host_prefetch(void* host, int layer, const int32_t* ids
   std::vector<int32_t> keys;
   for (int i = 0; i < count; i++)
     if (ids[i] >= 0 && ids[i] < h.catalog.experts) keys.push_back(layer * h.catalog.experts + ids[i]);
-  h.cache->prefetch(keys.data(), int(keys.size()));
+  h.cache->prefetch(layer, keys.data(), keys.size());
 }
 
 // The names of thimble_host_counters' values, in its order.

@@ -14,11 +14,10 @@ namespace {
 
 // A hint often comes just before the step whose own blocks are read first; if no step follows, it is taken up after this.
 constexpr auto HINT_WAITS = std::chrono::milliseconds(100);
-constexpr size_t MOST_HINTS = 1024;
 constexpr int POISON = 0xAB;
 
-std::unique_ptr<Policy> policy_named(const std::string& name, int slots) {
-  auto policy = make_policy(name.c_str(), slots);
+std::unique_ptr<Policy> policy_named(const std::string& name, PolicySizes sizes) {
+  auto policy = make_policy(name.c_str(), sizes);
   if (!policy) throw std::runtime_error("there is no cache policy \"" + name + "\"");
   return policy;
 }
@@ -30,7 +29,10 @@ Cache::Cache(const Catalog& catalog, const CacheOptions& options)
       options_(options),
       arena_(options.slots, catalog.shape.block_bytes, options.lock_memory, &notice_),
       blocks_(catalog, options.drives),
-      table_(options.slots, catalog.keys(), policy_named(options.policy, options.slots)),
+      table_(options.slots, catalog.keys(),
+             policy_named(options.policy, {options.slots, catalog.layers, catalog.experts})),
+      hints_(catalog.layers),
+      trial_(options.prefetch),
       answers_(size_t(options.slots)) {
   sigset_t all, before;
   sigfillset(&all);
@@ -58,11 +60,11 @@ void Cache::stop() {
   for (auto& reader : readers_) reader.join();
 }
 
-void Cache::begin_step(int layer) {
+void Cache::begin_step(int layer, int rows) {
   std::lock_guard<std::mutex> lock(mutex_);
   in_step_ = demanding_ = true;
-  const auto of_layer = [&](const Hint& hint) { return hint.key / catalog_.experts == layer; };
-  hints_.erase(std::remove_if(hints_.begin(), hints_.end(), of_layer), hints_.end());
+  why_ = is_sweep(rows) ? Why::sweep : Why::demand;
+  hints_.begin_step(layer);
 }
 
 bool Cache::look_up(Key key, Lease* lease) {
@@ -73,17 +75,17 @@ bool Cache::look_up(Key key, Lease* lease) {
     return false;
   }
   counts_.hits++;
-  return table_.lease(key, lease);
+  return table_.lease(key, lease, why_);
 }
 
-Cache::Found Cache::demand(Key key, Waiter* waiter, int tag, Lease* lease) {
+Cache::Found Cache::demand(Key key, bool alone, Waiter* waiter, int tag, Lease* lease) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     room_waiter_ = nullptr;
     if (const Slot* slot = table_.find(key)) {
-      table_.lease(key, lease);
+      table_.lease(key, lease, why_);
       if (slot->state == State::ready) return Found::ready;
-    } else if (load(key, Why::demand, lease)) {
+    } else if (load(key, alone ? Why::demand : why_, lease)) {
       demands_.push_back({key, *lease, true});
     } else {
       room_waiter_ = waiter;
@@ -101,19 +103,20 @@ void Cache::demands_made() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     demanding_ = false;
-    for (Hint& hint : hints_) hint.not_before = Clock::time_point::min();
-    hinted = !hints_.empty();
+    hints_from_ = Clock::time_point::min();
+    hinted = may_prefetch();
   }
   if (hinted) work_.notify_all();  // readers that wake for nothing take a core from a worker in the middle of a step
 }
 
-void Cache::end_step() {
+void Cache::end_step(int64_t waited_ns) {
   bool hinted;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     in_step_ = demanding_ = hints_stuck_ = false;
     room_waiter_ = nullptr;
-    hinted = !hints_.empty();
+    if (why_ == Why::demand) trial_.step(waited_ns);
+    hinted = may_prefetch();
   }
   if (hinted) work_.notify_all();
 }
@@ -130,16 +133,20 @@ void Cache::release(const Lease& lease) {
   if (unstuck) work_.notify_one();
 }
 
-void Cache::prefetch(const int32_t* keys, int count) {
+void Cache::prefetch(int layer, const Key* keys, size_t count) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    const bool at_once = in_step_ && !demanding_;
-    const auto not_before = at_once ? Clock::time_point::min() : Clock::now() + HINT_WAITS;
-    for (int i = 0; i < count; i++)
-      if (!table_.find(keys[i])) hints_.push_back({keys[i], not_before});
-    while (hints_.size() > MOST_HINTS) hints_.pop_front();
+    if (!trial_.on()) return;
+    hints_.set(layer, keys, count);
+    if (!in_step_ || demanding_) hints_from_ = Clock::now() + HINT_WAITS;
   }
   work_.notify_all();
+}
+
+// Under the lock. One reader is left for what may be demanded next.
+bool Cache::may_prefetch() const {
+  return !hints_.empty() && !demanding_ && !room_waiter_ && !hints_stuck_ && demands_.empty() &&
+         reading_ == prefetching_ && prefetching_ < std::max(1, options_.readers - 1);
 }
 
 CacheCounts Cache::counts() const {
@@ -198,12 +205,10 @@ bool Cache::next_read(std::unique_lock<std::mutex>& lock, Read* read) {
       demands_.pop_front();
       return true;
     }
-    const bool may_prefetch =
-        !demanding_ && !room_waiter_ && !hints_stuck_ && !hints_.empty() && prefetching_ < std::max(1, options_.readers - 1);
-    if (!may_prefetch) {
+    if (!may_prefetch()) {
       work_.wait(lock);
-    } else if (hints_.front().not_before > Clock::now()) {
-      work_.wait_until(lock, hints_.front().not_before);
+    } else if (hints_from_ > Clock::now()) {
+      work_.wait_until(lock, hints_from_);
     } else if (take_hint(read)) {
       return true;
     }
@@ -211,16 +216,16 @@ bool Cache::next_read(std::unique_lock<std::mutex>& lock, Read* read) {
   return false;
 }
 
-// Turns the oldest hint into a read, unless the block is here by now. If no slot can be had for it, hints wait for one.
+// Turns the first hint into a read, unless the block is here by now. If no slot can be had for it, hints wait for one.
 bool Cache::take_hint(Read* read) {
-  const Key key = hints_.front().key;
+  const Key key = hints_.front();
   if (table_.find(key)) {
-    hints_.pop_front();
+    hints_.pop();
     return false;
   }
   *read = {key, {}, false};
   hints_stuck_ = !load(key, Why::prefetch, &read->lease);
-  if (!hints_stuck_) hints_.pop_front();
+  if (!hints_stuck_) hints_.pop();
   return !hints_stuck_;
 }
 
@@ -242,7 +247,9 @@ void Cache::fill(const Read& read, std::unique_lock<std::mutex>& lock) {
   const Answer answer = std::exchange(answers_[size_t(read.lease.slot)], Answer{});
   // Room can have come about only if nobody leases what arrived.
   Waiter* const waits_for_room = answer.waiter && error.empty() ? nullptr : std::exchange(room_waiter_, nullptr);
+  const bool idle = read.demanded && may_prefetch();
   lock.unlock();
+  if (idle) work_.notify_all();
   if (answer.waiter) answer.waiter->arrived(answer.tag, error);
   if (waits_for_room) waits_for_room->room();
   lock.lock();

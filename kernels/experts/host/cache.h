@@ -8,7 +8,7 @@
 //                     takes the lock after that, or is told by arrived(), which the reader calls after it.
 //   use -> reuse      a slot is written again only after a load() that found no lease, and a lease is given back under the
 //                     lock after the last read of the bytes.
-//   demand, prefetch  readers take a demanded block first, always. A prefetch hint is not begun while a demand waits, nor
+//   demand, prefetch  readers take a demanded block first, always. A prefetch hint is not begun while one waits or is read, nor
 //                     between begin_step and demands_made, when the hits of the step are not leased yet, nor while a step
 //                     waits for room; one reader is kept free of prefetch (if there are two).
 #pragma once
@@ -22,7 +22,10 @@
 
 #include "kernels/experts/host/arena.h"
 #include "kernels/experts/host/blocks.h"
+#include "kernels/experts/host/hints.h"
 #include "kernels/experts/host/slots.h"
+#include "kernels/experts/host/sweep.h"
+#include "kernels/experts/host/trial.h"
 
 namespace thimble {
 
@@ -39,6 +42,7 @@ class Waiter {
 struct CacheOptions {
   std::vector<Drive*> drives;  // must outlive the cache
   std::string policy;
+  Prefetching prefetch;
   int slots, readers;
   bool lock_memory;
   bool poison;        // overwrite what is evicted, so that a use after eviction shows; for tests
@@ -59,18 +63,21 @@ class Cache {
 
   const uint8_t* memory(const Lease& lease) const { return arena_.slot(lease.slot); }
 
-  // A step of the given layer begins: hints for that layer are stale now.
-  void begin_step(int layer);
+  // A step of the given layer begins: hints for that layer are stale now. `rows` tokens; many make it a sweep.
+  void begin_step(int layer, int rows);
   // Leases the block if it is ready. Counts a hit or a miss.
   bool look_up(Key, Lease*);
   // Leases the block; unless it is ready, it is read. If coming: waiter->arrived(tag) later. If no_room: nothing was done,
-  // and waiter->room() is called when it is worth trying again.
-  Found demand(Key, Waiter*, int tag, Lease*);
+  // and waiter->room() is called when it is worth trying again. `alone`: nothing else of the step is under way, so that
+  // waiting for the step's own blocks to leave would be for ever.
+  Found demand(Key, bool alone, Waiter*, int tag, Lease*);
   void demands_made();
   void release(const Lease&);
-  void end_step();  // no lease is out but a partner's; nothing demanded is on its way
+  // No lease is out but a partner's; nothing demanded is on its way. The step waited for the disk that long.
+  void end_step(int64_t waited_ns);
 
-  void prefetch(const int32_t* keys, int count);
+  // Blocks of a layer that may be needed soon, the likeliest first.
+  void prefetch(int layer, const Key* keys, size_t count);
 
   CacheCounts counts() const;
   SlotCounts slot_counts() const;
@@ -86,14 +93,11 @@ class Cache {
     Lease lease;
     bool demanded;
   };
-  struct Hint {
-    Key key;
-    Clock::time_point not_before;
-  };
 
   void stop();
   void read_forever();
   bool next_read(std::unique_lock<std::mutex>&, Read*);
+  bool may_prefetch() const;
   bool take_hint(Read*);
   bool load(Key, Why, Lease*);
   void fill(const Read&, std::unique_lock<std::mutex>&);
@@ -108,7 +112,10 @@ class Cache {
   mutable std::mutex mutex_;  // guards everything below, and table_
   std::condition_variable work_;
   std::deque<Read> demands_;
-  std::deque<Hint> hints_;
+  Hints hints_;
+  Clock::time_point hints_from_;  // when hints may be taken up
+  Trial trial_;
+  Why why_ = Why::demand;  // of the step
   struct Answer {
     Waiter* waiter = nullptr;
     int tag = 0;
@@ -117,7 +124,7 @@ class Cache {
   Waiter* room_waiter_ = nullptr;
   bool in_step_ = false;
   bool demanding_ = false;  // between begin_step and demands_made
-  bool hints_stuck_ = false;  // the oldest hint found no slot, and none has become free since
+  bool hints_stuck_ = false;  // the first hint found no slot, and none has become free since
   bool stopping_ = false;
   int prefetching_ = 0, reading_ = 0;
   CacheCounts counts_;

@@ -1,49 +1,45 @@
 #include "kernels/experts/host/policy.h"
 
 #include <cstring>
-#include <vector>
+
+#include "kernels/experts/host/policies.h"
+#include "kernels/experts/host/slot_list.h"
 
 namespace thimble {
 namespace {
 
-// Least recently used first. A ring of slots through `next_` and `before_`, with one more place as head and tail.
 class Lru : public Policy {
  public:
-  explicit Lru(int slots) : end_(slots), next_(size_t(slots) + 1), before_(size_t(slots) + 1) {
-    next_[size_t(end_)] = before_[size_t(end_)] = end_;
-  }
+  explicit Lru(int slots) : order_(slots, 1) {}
 
-  void loaded(int slot, Key, Why) override { append(slot); }
-  void used(int slot) override {
-    left(slot);
-    append(slot);
+  void loaded(int slot, Key, Why) override { order_.append(0, slot); }
+  void used(int slot, Why) override {
+    order_.remove(slot);
+    order_.append(0, slot);
   }
-  void left(int slot) override {
-    next_[size_t(before_[size_t(slot)])] = next_[size_t(slot)];
-    before_[size_t(next_[size_t(slot)])] = before_[size_t(slot)];
-  }
-  int victim(const Evictable& slots) override {
-    for (int slot = next_[size_t(end_)]; slot != end_; slot = next_[size_t(slot)])
-      if (slots.evictable(slot)) return slot;
-    return -1;
-  }
+  void left(int slot) override { order_.remove(slot); }
+  int victim(const Evictable& slots, Key, Why) override { return order_.oldest(0, slots); }
 
  private:
-  void append(int slot) {
-    const int last = before_[size_t(end_)];
-    next_[size_t(last)] = before_[size_t(end_)] = slot;
-    before_[size_t(slot)] = last;
-    next_[size_t(slot)] = end_;
-  }
-
-  const int end_;
-  std::vector<int> next_, before_;
+  SlotLists order_;
 };
+
+constexpr char GUARDED[] = "guarded-";
 
 }  // namespace
 
-std::unique_ptr<Policy> make_policy(const char* name, int slots) {
-  if (!std::strcmp(name, "lru")) return std::make_unique<Lru>(slots);
+std::unique_ptr<Policy> make_policy(const char* name, PolicySizes sizes) {
+  if (!std::strcmp(name, "shipped")) name = SHIPPED_POLICY;
+  if (!std::strncmp(name, GUARDED, sizeof GUARDED - 1)) {
+    auto inner = make_policy(name + sizeof GUARDED - 1, sizes);
+    return inner ? make_guard(std::move(inner), sizes) : nullptr;
+  }
+  if (!std::strcmp(name, "lru")) return std::make_unique<Lru>(sizes.slots);
+  if (!std::strcmp(name, "lfu")) return make_decay(sizes, 64);
+  if (!std::strcmp(name, "lrfu")) return make_decay(sizes, 4);
+  if (!std::strcmp(name, "s3fifo")) return make_s3fifo(sizes);
+  if (!std::strcmp(name, "sieve")) return make_sieve(sizes);
+  if (!std::strcmp(name, "quota")) return make_quota(sizes);
   return nullptr;
 }
 

@@ -18,14 +18,14 @@ int SlotTable::used() const {
   return ready;
 }
 
-bool SlotTable::lease(Key key, Lease* lease) {
+bool SlotTable::lease(Key key, Lease* lease, Why why) {
   const int slot = of_key_[size_t(key)];
   if (slot < 0) return false;
   Slot& s = slots_[size_t(slot)];
   s.leases++;
   counts_.prefetch_useful += s.unproven;
   s.unproven = false;
-  policy_->used(slot);
+  policy_->used(slot, why);
   *lease = {slot, s.generation};
   return true;
 }
@@ -38,7 +38,7 @@ bool SlotTable::load(Key key, Why why, Lease* lease, bool* evicted) {
     slot = free_.back();
     free_.pop_back();
   } else {
-    slot = policy_->victim(*this);
+    slot = policy_->victim(*this, key, why);
     // The policy proposes, the table disposes: no policy can evict what is leased or loading.
     if (slot < 0 || !evictable(slot)) return false;
     counts_.evictions++;
@@ -49,7 +49,7 @@ bool SlotTable::load(Key key, Why why, Lease* lease, bool* evicted) {
   s.state = State::loading;
   s.key = key;
   s.generation++;
-  s.leases = why == Why::demand;
+  s.leases = why != Why::prefetch;
   s.unproven = why == Why::prefetch;
   counts_.prefetch_issued += why == Why::prefetch;
   of_key_[size_t(key)] = slot;

@@ -48,9 +48,10 @@ class SlotTable final : private Evictable {
   const SlotCounts& counts() const { return counts_; }
 
   // Takes a lease of a block that is here or on its way. False if it is neither.
-  bool lease(Key, Lease*);
+  bool lease(Key, Lease*, Why = Why::demand);
   // Gives a block that is neither a slot to load into: a free one, else one whose block is ready and not leased, which is
-  // thereby evicted (*evicted says so). For demand with a lease. False, and nothing changed, if there is no such slot.
+  // thereby evicted (*evicted says so). Unless for prefetch, with a lease. False, and nothing changed, if there is no such
+  // slot, or the policy would rather wait.
   bool load(Key, Why, Lease*, bool* evicted);
   // The read has ended. False if the lease is not of a load under way.
   bool arrived(const Lease&, bool ok);

@@ -19,6 +19,7 @@ class State(IntEnum):
 class Why(IntEnum):
     DEMAND = 0
     PREFETCH = 1
+    SWEEP = 2
 
 
 @dataclass(frozen=True)
@@ -44,25 +45,30 @@ class SlotCounts:
 
 
 class SlotTable:
-    """slots.h's table of `slots` slots for keys 0 <= key < keys. Raises ValueError if there is no such policy."""
+    """slots.h's table of `slots` slots for keys 0 <= key < keys, those of `layers` layers one after the other.
 
-    def __init__(self, slots: int, keys: int, policy: str = "lru", library: ctypes.CDLL | None = None) -> None:
+    Raises ValueError if there is no such policy.
+    """
+
+    def __init__(
+        self, slots: int, keys: int, policy: str = "lru", library: ctypes.CDLL | None = None, layers: int = 1
+    ) -> None:
         self._lib = library or native()
         self._lib.thimble_slots_open.restype = ctypes.c_void_p
-        handle = self._lib.thimble_slots_open(slots, keys, policy.encode())
+        handle = self._lib.thimble_slots_open(slots, layers, keys // layers, policy.encode())
         if not handle:
             raise ValueError(f"there is no cache policy {policy!r}")
         self.slots = slots
         self._handle = ctypes.c_void_p(handle)
         weakref.finalize(self, self._lib.thimble_slots_close, self._handle)
 
-    def lease(self, key: int) -> Lease | None:
+    def lease(self, key: int, why: Why = Why.DEMAND) -> Lease | None:
         """A lease of a block that is here or on its way; None if it is neither."""
         out = np.zeros(2, np.int64)
-        return _lease(out) if self._lib.thimble_slots_lease(self._handle, key, _pointer(out)) else None
+        return _lease(out) if self._lib.thimble_slots_lease(self._handle, key, int(why), _pointer(out)) else None
 
     def load(self, key: int, why: Why) -> Lease | None:
-        """A slot to load the block into, leased if demanded; None if the block is here or no slot can be had."""
+        """A slot to load the block into, leased unless for prefetch; None if the block is here or no slot can be had."""
         out = np.zeros(2, np.int64)
         return _lease(out) if self._lib.thimble_slots_load(self._handle, key, int(why), _pointer(out)) else None
 

@@ -6,17 +6,18 @@
 using namespace thimble;
 
 // Null if there is no such policy.
-THIMBLE_API void* thimble_slots_open(int slots, int keys, const char* policy) {
-  auto made = make_policy(policy, slots);
-  return made ? new SlotTable(slots, keys, std::move(made)) : nullptr;
+THIMBLE_API void* thimble_slots_open(int slots, int layers, int experts, const char* policy) {
+  const PolicySizes sizes{slots, layers, experts};
+  auto made = make_policy(policy, sizes);
+  return made ? new SlotTable(slots, sizes.keys(), std::move(made)) : nullptr;
 }
 
 THIMBLE_API void thimble_slots_close(void* table) { delete static_cast<SlotTable*>(table); }
 
 // Both write the slot and its generation to lease[2] and return 1, or return 0.
-THIMBLE_API int thimble_slots_lease(void* table, int key, int64_t* lease) {
+THIMBLE_API int thimble_slots_lease(void* table, int key, int why, int64_t* lease) {
   Lease got;
-  if (!static_cast<SlotTable*>(table)->lease(key, &got)) return 0;
+  if (!static_cast<SlotTable*>(table)->lease(key, &got, Why(why))) return 0;
   lease[0] = got.slot;
   lease[1] = got.generation;
   return 1;

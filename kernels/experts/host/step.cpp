@@ -95,19 +95,21 @@ std::string Step::run_call(int layer, int rows, int top_k, const int32_t* ids, c
   done_.store(false);
   error_.clear();
   make_jobs();
-  cache_.begin_step(layer);
+  cache_.begin_step(layer, rows);
   demand_all();
   cache_.demands_made();
+  int64_t waited = 0;
   while (!done_.load()) {
     const uint64_t seen = workers_.signals();
     if (workers_.help() || done_.load()) continue;
     const int64_t idle = now_ns();
     const bool for_disk = computing_.load() == 0;
     workers_.wait(seen);
-    if (for_disk) times_.disk_wait_ns += now_ns() - idle;
+    if (for_disk) waited += now_ns() - idle;
   }
   workers_.end();
-  cache_.end_step();
+  cache_.end_step(waited);
+  times_.disk_wait_ns += waited;
   times_.total_ns += now_ns() - begun;
   return error_;
 }
@@ -221,7 +223,9 @@ void Step::pump() {
   while (!waiting_.empty()) {
     const int number = waiting_.front();
     Job& job = *jobs_[size_t(number)];
-    const Cache::Found found = cache_.demand(job.key, this, number, &job.lease);
+    const int coming = left_ - active_ - int(waiting_.size() + ready_.size());
+    const bool alone = active_ + coming == 0 && ready_.empty();
+    const Cache::Found found = cache_.demand(job.key, alone, this, number, &job.lease);
     if (found == Cache::Found::no_room) break;
     waiting_.pop_front();
     if (found == Cache::Found::ready) ready_.push_back(number);
