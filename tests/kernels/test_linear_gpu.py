@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpu_checks import BOUND, here, poisoned, relative_error
+from gpu_checks import BOUND, DEVICE, here, poisoned, relative_error
 from odd_memory import randn
 from torch import Tensor
 
