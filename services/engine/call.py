@@ -11,8 +11,8 @@ import grpc
 
 from services.engine.engine import Engine, Handle
 from services.engine.errors import StreamError
-from services.engine.messages import message_of, request_of, snapshot_messages
-from services.engine.request import Event, Failed, Finish, Request, Restore, Source, StateRef
+from services.engine.messages import EVERYTHING, NOTHING, Want, message_of, request_of, snapshot_chunks, snapshot_head
+from services.engine.request import Event, Failed, Finish, Request, Restore, Snapshot, Source, StateRef
 from services.engine.upload import Upload
 
 START_TIMEOUT_S = 30.0
@@ -32,6 +32,7 @@ class Call:
         self._upload: Upload | None = None
         self._deadline: asyncio.TimerHandle | None = None  # of the upload
         self._half_closed = False
+        self._wants: asyncio.Queue[Want] = asyncio.Queue()
 
     async def run(self) -> None:
         request = await self._start()
@@ -46,7 +47,7 @@ class Call:
             await self._context.send_initial_metadata(())
             reader = asyncio.create_task(self._read(handle))
             try:
-                await self._write(handle)
+                await self._write(handle, request.snapshots_on_request and not request.heads_only)
             finally:
                 reader.cancel()
                 await asyncio.gather(reader, return_exceptions=True)
@@ -74,35 +75,48 @@ class Call:
                     handle.stop_thinking()
                 case "chunk" if self._upload is not None:
                     self._upload.add(message.chunk.index, message.chunk.data)
+                case "unavailable" if self._upload is not None:
+                    self._upload.end_of_stream()
+                case "want":
+                    self._wants.put_nowait(Want(message.want.own_part, tuple(message.want.blocks)))
                 case kind:
                     error = StreamError(f"a {kind or 'message without content'} came where none was asked for")
                     return self._events.put_nowait(Failed(error))
         self._half_closed = True
+        self._wants.put_nowait(NOTHING)
         if self._upload is not None:
             self._upload.end_of_stream()
         return None
 
-    async def _write(self, handle: Handle) -> None:
+    async def _write(self, handle: Handle, on_request: bool) -> None:
         while True:
             event = await self._events.get()
             if isinstance(event, Failed):
                 raise event.error
             if isinstance(event, Restore) and event.source is Source.SEND and event.state is not None:
-                self._expect(event.state, handle)
+                self._expect(event.state, len(event.need), handle)
             await self._context.write(message_of(event))
             if isinstance(event, Finish):
                 break
         for snapshot in event.snapshots:
             try:
                 async with asyncio.timeout(self._snapshot_timeout_s):
-                    for message in snapshot_messages(snapshot):
-                        await self._context.write(message)
+                    await self._send(snapshot, on_request)
             except TimeoutError:
                 raise StreamError(f"the client took no snapshot within {self._snapshot_timeout_s:.0f} s") from None
 
-    def _expect(self, state: StateRef, handle: Handle) -> None:
+    async def _send(self, snapshot: Snapshot, on_request: bool) -> None:
+        """The head, and of the rest what the client wants."""
+        await self._context.write(snapshot_head(snapshot))
+        want = EVERYTHING
+        if on_request:
+            want = NOTHING if self._half_closed and self._wants.empty() else await self._wants.get()
+        for message in snapshot_chunks(snapshot, want):
+            await self._context.write(message)
+
+    def _expect(self, state: StateRef, blocks: int, handle: Handle) -> None:
         """Before the client is asked, so that no chunk can come too early."""
-        upload = self._upload = Upload(state, handle.restore)
+        upload = self._upload = Upload(state, blocks, handle.restore)
         if self._half_closed:
             upload.end_of_stream()
         late = f"the client did not send it within {self._snapshot_timeout_s:.0f} s"

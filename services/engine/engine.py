@@ -1,7 +1,7 @@
 """The engine's boundary: everything that a server, a tool or a test may ask of it. No client goes round it.
 
     handle = engine.submit(request, sink)    the sink gets Restore, Progress, Token, ... and last Finish or Failed
-    handle.restore(chunks)                   the answer to Restore(SEND)
+    handle.restore(chunk)                    the answer to Restore(SEND), chunk by chunk
     handle.stop_thinking()                   the next token ends the thinking
     handle.stop()                            ends the answer as if a stop id had been sampled
     handle.cancel()                          always, when done: frees whatever the request still holds
@@ -167,9 +167,9 @@ class Handle:
         self._engine = engine
         self._sequence = sequence
 
-    def restore(self, chunks: tuple[bytes, ...], refusal: str = "") -> None:
-        """The payload that Restore(SEND) asked for, or why it cannot be had."""
-        self._engine.post(lambda scheduler, sequence: scheduler.restore(sequence, chunks, refusal), self._sequence)
+    def restore(self, chunk: bytes, refusal: str = "") -> None:
+        """The next chunk of the payload that Restore(SEND) asked for, or why it cannot be had."""
+        self._engine.post(lambda scheduler, sequence: scheduler.restore(sequence, chunk, refusal), self._sequence)
 
     def stop(self) -> None:
         """End the answer after the token under way; the end is a Finish, with its snapshots."""

@@ -1,6 +1,8 @@
 """Between the contract's messages and the engine's own words, both ways. Decides nothing."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
 
 from services.engine.errors import GrammarError
 from services.engine.request import (
@@ -19,6 +21,17 @@ from services.engine.request import (
 from services.rpc import engine_pb2 as pb
 
 
+@dataclass(frozen=True)
+class Want:
+    """Of a snapshot: the own part, and blocks by their numbers; None: all."""
+
+    own_part: bool
+    blocks: tuple[int, ...] | None
+
+
+EVERYTHING, NOTHING = Want(True, None), Want(False, ())
+
+
 def request_of(start: pb.Start) -> Request:
     """Unset top_p and repetition_penalty (0) are 1; everything else is checked by `Request.check`."""
     sampling = start.sampling
@@ -32,8 +45,9 @@ def request_of(start: pb.Start) -> Request:
         stop_ids=frozenset(start.stop_ids),
         snapshot_at=tuple(start.snapshot_at),
         snapshot_answer=start.snapshot_answer,
-        offers=tuple(StateRef(offer.state_id, offer.tokens, offer.size_bytes) for offer in start.offers),
+        offers=tuple(StateRef(o.state_id, o.tokens, o.size_bytes, tuple(o.blocks)) for o in start.offers),
         heads_only=start.heads_only,
+        snapshots_on_request=start.snapshots_on_request,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         presence_penalty=sampling.presence_penalty,
@@ -63,9 +77,9 @@ def _grammar(grammar: pb.Grammar) -> Grammar:
 
 def message_of(event: Restore | Progress | Token | Finish) -> pb.GenerateOut:
     match event:
-        case Restore(source, state, reason):
+        case Restore(source, state, reason, need):
             ref = None if state is None else _ref(state)
-            return pb.GenerateOut(restore=pb.Restore(source=source.name, state=ref, reason=reason))
+            return pb.GenerateOut(restore=pb.Restore(source=source.name, state=ref, reason=reason, need=need))
         case Progress(done_tokens, total_tokens):
             return pb.GenerateOut(progress=pb.Progress(done_tokens=done_tokens, total_tokens=total_tokens))
         case Token(id_, logprob, top):
@@ -87,11 +101,16 @@ def message_of(event: Restore | Progress | Token | Finish) -> pb.GenerateOut:
             )
 
 
-def snapshot_messages(snapshot: Snapshot) -> Iterator[pb.GenerateOut]:
-    """The head and its chunks, one at a time: each message copies its chunk."""
-    chunks = snapshot.chunks
-    yield pb.GenerateOut(snapshot=pb.SnapshotHead(state=_ref(snapshot.state), chunks=len(chunks)))
-    for index, data in enumerate(chunks):
+def snapshot_head(snapshot: Snapshot) -> pb.GenerateOut:
+    return pb.GenerateOut(snapshot=pb.SnapshotHead(state=_ref(snapshot.state), chunks=len(snapshot.chunks)))
+
+
+def snapshot_chunks(snapshot: Snapshot, want: Want) -> Iterator[pb.GenerateOut]:
+    """The chunks that are wanted, one at a time: each message copies its chunk."""
+    own = snapshot.chunks if want.own_part else ()
+    numbers = range(len(snapshot.blocks)) if want.blocks is None else want.blocks
+    blocks = (snapshot.blocks[number] for number in numbers if number < len(snapshot.blocks))
+    for index, data in enumerate(chain(own, blocks)):
         yield pb.GenerateOut(chunk=pb.SnapshotChunk(index=index, data=data))
 
 
@@ -111,4 +130,4 @@ def info_message(info: Info) -> pb.InfoResponse:
 
 
 def _ref(state: StateRef) -> pb.StateRef:
-    return pb.StateRef(state_id=state.state_id, tokens=state.tokens, size_bytes=state.size_bytes)
+    return pb.StateRef(state_id=state.state_id, tokens=state.tokens, size_bytes=state.size_bytes, blocks=state.blocks)

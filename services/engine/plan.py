@@ -17,6 +17,7 @@ from services.engine.state import state_bytes
 from services.engine.weights import dense_tensors
 
 GB = 1_000_000_000
+MIB = 1 << 20
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -50,6 +51,7 @@ class Plan:
     blocks: int
     pages: int
     hot_bytes: int
+    transit_bytes: int
     ledger: tuple[tuple[str, int], ...]  # what takes how many bytes of RAM
     available_bytes: int
 
@@ -68,11 +70,13 @@ def make_plan(config: EngineConfig, store: Store, machine: Machine) -> Plan:
     model = store.config
     context_tokens, pages = _context_and_pages(config, model)
     hot_bytes = int(config.hot_states_gb * GB)
+    # Enough that an answer's snapshots reach their store whatever is kept: two states and half of all keys and values.
+    transit_bytes = max(hot_bytes, 2 * (state_bytes(model) + MIB) + pages * page_bytes(model) // 2)
     rest = (
         ("dense weights, float32", dense_bytes(model)),
         (f"KV, {pages} pages of {PAGE_TOKENS} tokens", pages * page_bytes(model)),
         (f"states of {config.max_sequences} sequences", config.max_sequences * state_bytes(model)),
-        ("hot states, at most", hot_bytes),
+        ("hot states and snapshots on their way, at most", transit_bytes),
     )
     room_bytes = machine.available_bytes - sum(size for _, size in rest)
     slots, blocks = _slots(config, store, room_bytes), sum(map(len, store.blocks))
@@ -85,6 +89,7 @@ def make_plan(config: EngineConfig, store: Store, machine: Machine) -> Plan:
         blocks=blocks,
         pages=pages,
         hot_bytes=hot_bytes,
+        transit_bytes=transit_bytes,
         ledger=(experts, *rest),
         available_bytes=machine.available_bytes,
     )

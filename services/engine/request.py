@@ -33,7 +33,8 @@ class Info:
 
 @dataclass(frozen=True)
 class StateRef:
-    """A stored state by name. `tokens` is how many ids it has consumed, `size_bytes` the size of its payload.
+    """A stored state by name. `tokens` is how many ids it has consumed, `size_bytes` the size of its payload's own
+    part, `blocks` the names of the KV blocks that belong to it beside that.
 
     In an offer, 0 bytes mean that the client has no payload to send: it is of use only while the engine holds it.
     """
@@ -41,6 +42,7 @@ class StateRef:
     state_id: bytes
     tokens: int
     size_bytes: int
+    blocks: tuple[bytes, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,9 @@ class Request:
     """One generation, as in the contract's Start.
 
     `snapshot_at` are prompt positions, `offers` states that the client knows of, longest first. With `heads_only` the
-    snapshots are named to the client, and kept hot, but their payloads are not sent. `logprobs` None: not wanted, else
-    of how many of the most probable ids, besides the sampled one.
+    snapshots are named to the client, and kept hot, but their payloads are not sent; with `snapshots_on_request` of
+    each only what the client then wants. `logprobs` None: not wanted, else of how many of the most probable ids,
+    besides the sampled one.
     """
 
     request_id: str
@@ -88,6 +91,7 @@ class Request:
     snapshot_answer: bool = False
     offers: tuple[StateRef, ...] = ()
     heads_only: bool = False
+    snapshots_on_request: bool = False
     top_k: int = 0
     min_p: float = 0.0
     presence_penalty: float = 0.0
@@ -177,11 +181,13 @@ class Reason(enum.Enum):
 
 @dataclass(frozen=True)
 class Restore:
-    """First event, and once more after SEND. After SEND the engine waits for `Handle.restore`."""
+    """First event, and once more after SEND. After SEND the engine waits for `Handle.restore`: the own part's chunks,
+    then each block of the state whose number is in `need`."""
 
     source: Source
     state: StateRef | None = None
     reason: str = ""
+    need: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -201,10 +207,12 @@ class Token:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state to store and its payload in chunks of at most 1 MiB; no chunks if the request said heads_only."""
+    """A state to store, the own part of its payload in chunks of at most 1 MiB, and its KV blocks; neither of them if
+    the request said heads_only."""
 
     state: StateRef
-    chunks: tuple[bytes, ...] = field(repr=False)
+    chunks: tuple[bytes, ...] = field(default=(), repr=False)
+    blocks: tuple[bytes, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from services.engine.errors import EngineError, PayloadError, StepError
+from services.engine.errors import EngineError, StepError
 from services.engine.metrics import Metrics
 from services.engine.model import Segment
 from services.engine.pages import PagePool, pages_for
-from services.engine.request import Failed, Progress, Restore, Source, StateRef
+from services.engine.request import Failed, Progress, Restore, Source
 from services.engine.sequence import Sequence
-from services.engine.snapshots.hot import HotStates
+from services.engine.snapshots.arriving import Arriving
+from services.engine.snapshots.hot import HotStates, Stored
+from services.engine.snapshots.payload import Loader
 from services.engine.state import State
 
 log = logging.getLogger(__name__)
@@ -88,22 +90,32 @@ class Scheduler:
         if sequence in self.answering:
             self._finish_if_ended(sequence)
 
-    def restore(self, sequence: Sequence, chunks: tuple[bytes, ...], refusal: str) -> None:
-        """The payload that was asked for; if there is a `refusal`, the prompt is read from its first token."""
-        if sequence not in self.restoring:
+    def restore(self, sequence: Sequence, chunk: bytes, refusal: str) -> None:
+        """The next chunk of the payload that was asked for; if there is a `refusal`, the prompt is read from its first
+        token. What comes after the end is ignored."""
+        arriving = sequence.arriving
+        if sequence not in self.restoring or arriving is None:
             return
+        try:
+            if not refusal and not arriving.add(chunk):
+                return
+        except EngineError as error:
+            refusal = str(error)
         self.restoring.remove(sequence)
-        ref = sequence.awaited
-        assert ref is not None
-        refusal = refusal or self._load(sequence, chunks, ref)
-        if not refusal:
-            self.metrics.snapshot_bytes["received",].inc(ref.size_bytes)
-            self.hot.keep(ref, chunks)
-        self._start_reading(sequence, Restore(Source.REFUSED if refusal else Source.SENT, ref, refusal))
+        sequence.arriving = None
+        if refusal:
+            assert sequence.state is not None
+            sequence.state.reset()
+        else:
+            sequence.cached_tokens = arriving.ref.tokens
+            self.metrics.snapshot_bytes["received",].inc(arriving.received_bytes)
+            self.hot.keep(arriving.ref, arriving.chunks, arriving.blocks)
+        self._start_reading(sequence, Restore(Source.REFUSED if refusal else Source.SENT, arriving.ref, refusal))
 
     def drop(self, sequence: Sequence, error: EngineError) -> None:
         """End a sequence without an answer. One that is over only lets go of what is kept for its client."""
         sequence.settle()
+        self.hot.trim()
         if sequence.over:
             return
         self._leave(sequence)
@@ -151,36 +163,29 @@ class Scheduler:
         if ref is None:
             self._start_reading(sequence, Restore(Source.NONE))
         elif (stored := self.hot.get(ref)) is not None:
-            refusal = self._load(sequence, stored.chunks, ref)
-            assert not refusal, f"a payload of our own was refused: {refusal}"
+            self._load(sequence, stored)
             self._start_reading(sequence, Restore(Source.HOT, ref))
         else:
-            sequence.awaited = ref
+            assert sequence.state is not None
+            arriving = sequence.arriving = Arriving(ref, sequence.state, self.hot)
             self.restoring.append(sequence)
-            sequence.sink(Restore(Source.SEND, ref))
+            sequence.sink(Restore(Source.SEND, ref, need=arriving.need))
 
     def _fresh_state(self, sequence: Sequence) -> State:
         state = State(self.hot.payloads.config, self.pool)
         state.reserve(sequence.reserved_tokens)
         return state
 
-    def _load(self, sequence: Sequence, chunks: tuple[bytes, ...], ref: StateRef) -> str:
-        """Put a payload in the place of the fresh state. If it is refused: why, and the state is a fresh one again.
-
-        The pages are given back and taken again; nobody can take them in between, since this is the only thread.
-        """
-        sequence.release()
-        try:
-            sequence.state = self.hot.payloads.load(chunks, self.pool)
-            if self.hot.name(sequence.state.ids) != ref:
-                raise PayloadError("snapshot: it holds another state than the one that was offered")
-            sequence.state.reserve(sequence.reserved_tokens - ref.tokens)
-        except EngineError as error:
-            sequence.release()
-            sequence.state = self._fresh_state(sequence)
-            return str(error)
-        sequence.cached_tokens = ref.tokens
-        return ""
+    def _load(self, sequence: Sequence, stored: Stored) -> None:
+        """Put a payload of our own into the fresh state."""
+        assert sequence.state is not None
+        loader = Loader(self.hot.payloads, sequence.state, trusted=True)
+        for chunk in stored.chunks:
+            loader.feed(chunk)
+        for number, block in enumerate(stored.blocks):
+            loader.put_block(number, block)
+        loader.finish()
+        sequence.cached_tokens = stored.ref.tokens
 
     def _start_reading(self, sequence: Sequence, restore: Restore) -> None:
         self.metrics.restores[restore.source.name.lower(),].inc()
@@ -242,7 +247,7 @@ class Scheduler:
     def _store(self, sequence: Sequence) -> None:
         """Keep the sequence's state as it is now and owe it to the client; without room for it, go on without."""
         assert sequence.state is not None
-        stored, result = self.hot.take(sequence.state)
+        stored, result = self.hot.take(sequence.state, owed=not sequence.request.heads_only)
         self.metrics.snapshots[result,].inc()
         if stored is not None:
             self.metrics.snapshot_bytes["taken",].inc(stored.ref.size_bytes if result == "taken" else 0)

@@ -7,7 +7,8 @@ import time
 
 from services.engine.choosing import Choosing
 from services.engine.grammar import Matcher
-from services.engine.request import Finish, Reason, Request, Sink, Snapshot, StateRef
+from services.engine.request import Finish, Reason, Request, Sink, Snapshot
+from services.engine.snapshots.arriving import Arriving
 from services.engine.snapshots.hot import Stored
 from services.engine.state import State
 
@@ -20,7 +21,7 @@ class Sequence:
         self.sink = sink
         self.choosing = Choosing(request, matcher)
         self.state: State | None = None
-        self.awaited: StateRef | None = None  # the payload that the client was asked for
+        self.arriving: Arriving | None = None  # the payload that the client was asked for
         self.cached_tokens = 0
         self.executed_tokens = 0
         self.generated_tokens = 0
@@ -83,7 +84,8 @@ class Sequence:
             prefill_s=self.first_token_at - self.placed_at,
             decode_s=time.perf_counter() - self.first_token_at,
             snapshots=tuple(
-                Snapshot(stored.ref, () if self.request.heads_only else stored.chunks) for stored in self.owed
+                Snapshot(stored.ref) if self.request.heads_only else Snapshot(stored.ref, stored.chunks, stored.blocks)
+                for stored in self.owed
             ),
         )
 

@@ -4,6 +4,8 @@ Owns the fixed-size tensors; the pages belong to the pool, the state holds their
 rolled back: to go on from a place twice, `clone` it there. Used by the thread that owns the model, only.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,7 @@ class State:
         self.conv = torch.zeros(layers, config.conv_channels, config.conv_kernel - 1)
         self.ssm = torch.zeros(layers, config.mamba_heads, config.mamba_head_dim, config.mamba_state)
         self.pages: list[int] = []
+        self.block_names: list[bytes] = []  # of its first KV blocks, as far as snapshots/payload.py has named them
         self.spoiled = False  # a step failed halfway: nothing here can be trusted, only `release` is allowed
 
     @property
@@ -36,6 +39,11 @@ class State:
     def size_bytes(self) -> int:
         """Of the fixed-size tensors; pages are counted by the pool."""
         return self.conv.nbytes + self.ssm.nbytes
+
+    @property
+    def most_tokens(self) -> int:
+        """More can never be reserved."""
+        return self.pool.total * PAGE_TOKENS
 
     def pages_missing(self, tokens: int) -> int:
         """How many pages `reserve(tokens)` will take from the pool."""
@@ -72,6 +80,35 @@ class State:
         value = self.pool.values[layer].index_select(0, pages).flatten(0, 1)[:tokens]
         return key, value
 
+    def export_fixed(self) -> Iterator[memoryview]:
+        """The bytes of conv and ssm, in host memory; each piece is valid until the next is asked for."""
+        yield host_view(self.conv)
+        yield host_view(self.ssm)
+
+    def import_fixed(self) -> Iterator[memoryview]:
+        """The same pieces to be filled; a piece is taken over when the next is asked for."""
+        return self.export_fixed()
+
+    def export_kv(self, start: int, stop: int) -> Iterator[memoryview]:
+        """The bytes of keys and values of tokens start to stop, all within one page: layer by layer, keys first."""
+        page, first = divmod(start, PAGE_TOKENS)
+        rows = slice(first, first + stop - start)
+        for layer in range(len(self.config.attention_layers)):
+            for memory in (self.pool.keys[layer], self.pool.values[layer]):
+                yield host_view(memory[self.pages[page], rows])
+
+    def import_kv(self, start: int, stop: int) -> Iterator[memoryview]:
+        """The same pieces to be filled, in reserved room."""
+        return self.export_kv(start, stop)
+
+    def reset(self) -> None:
+        """As if it had consumed nothing. Its reserved room stays its own."""
+        assert not self.spoiled
+        self.ids = []
+        self.block_names = []
+        self.conv.zero_()
+        self.ssm.zero_()
+
     def clone(self) -> "State":
         """An independent copy. Pages are shared until one of the two writes into the last one."""
         assert not self.spoiled
@@ -80,6 +117,7 @@ class State:
         copy.ids = list(self.ids)
         copy.conv, copy.ssm = self.conv.clone(), self.ssm.clone()
         copy.pages = self.pages[: pages_for(self.tokens)]
+        copy.block_names = list(self.block_names)
         copy.spoiled = False
         self.pool.share(copy.pages)
         return copy
@@ -93,6 +131,11 @@ class State:
     def _writes_into_shared_page(self, tokens: int) -> bool:
         last = self.tokens // PAGE_TOKENS
         return tokens > 0 and last < len(self.pages) and self.pool.is_shared(self.pages[last])
+
+
+def host_view(tensor: Tensor) -> memoryview:
+    """The tensor's own memory."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def state_bytes(config: ModelConfig) -> int:

@@ -8,16 +8,32 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateIn(_message.Message):
-    __slots__ = ("start", "chunk", "stop", "stop_thinking")
+    __slots__ = ("start", "chunk", "stop", "stop_thinking", "want", "unavailable")
     START_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     STOP_THINKING_FIELD_NUMBER: _ClassVar[int]
+    WANT_FIELD_NUMBER: _ClassVar[int]
+    UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
     start: Start
     chunk: SnapshotChunk
     stop: Stop
     stop_thinking: StopThinking
-    def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., chunk: _Optional[_Union[SnapshotChunk, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., stop_thinking: _Optional[_Union[StopThinking, _Mapping]] = ...) -> None: ...
+    want: Want
+    unavailable: Unavailable
+    def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., chunk: _Optional[_Union[SnapshotChunk, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., stop_thinking: _Optional[_Union[StopThinking, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., unavailable: _Optional[_Union[Unavailable, _Mapping]] = ...) -> None: ...
+
+class Want(_message.Message):
+    __slots__ = ("own_part", "blocks")
+    OWN_PART_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    own_part: bool
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, own_part: _Optional[bool] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Unavailable(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ()
@@ -28,7 +44,7 @@ class StopThinking(_message.Message):
     def __init__(self) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("request_id", "ids", "max_tokens", "sampling", "stop_ids", "snapshot_at", "snapshot_answer", "offers", "heads_only", "min_tokens", "logprobs", "thinking", "low_priority", "grammar", "user")
+    __slots__ = ("request_id", "ids", "max_tokens", "sampling", "stop_ids", "snapshot_at", "snapshot_answer", "offers", "heads_only", "min_tokens", "logprobs", "thinking", "low_priority", "grammar", "user", "snapshots_on_request", "idle")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +60,8 @@ class Start(_message.Message):
     LOW_PRIORITY_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     USER_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOTS_ON_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    IDLE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     ids: _containers.RepeatedScalarFieldContainer[int]
     max_tokens: int
@@ -59,7 +77,9 @@ class Start(_message.Message):
     low_priority: bool
     grammar: Grammar
     user: str
-    def __init__(self, request_id: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., snapshot_at: _Optional[_Iterable[int]] = ..., snapshot_answer: _Optional[bool] = ..., offers: _Optional[_Iterable[_Union[StateRef, _Mapping]]] = ..., heads_only: _Optional[bool] = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., thinking: _Optional[_Union[Thinking, _Mapping]] = ..., low_priority: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., user: _Optional[str] = ...) -> None: ...
+    snapshots_on_request: bool
+    idle: bool
+    def __init__(self, request_id: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., snapshot_at: _Optional[_Iterable[int]] = ..., snapshot_answer: _Optional[bool] = ..., offers: _Optional[_Iterable[_Union[StateRef, _Mapping]]] = ..., heads_only: _Optional[bool] = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., thinking: _Optional[_Union[Thinking, _Mapping]] = ..., low_priority: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., user: _Optional[str] = ..., snapshots_on_request: _Optional[bool] = ..., idle: _Optional[bool] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("top",)
@@ -117,14 +137,16 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
 class StateRef(_message.Message):
-    __slots__ = ("state_id", "tokens", "size_bytes")
+    __slots__ = ("state_id", "tokens", "size_bytes", "blocks")
     STATE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     state_id: bytes
     tokens: int
     size_bytes: int
-    def __init__(self, state_id: _Optional[bytes] = ..., tokens: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+    blocks: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, state_id: _Optional[bytes] = ..., tokens: _Optional[int] = ..., size_bytes: _Optional[int] = ..., blocks: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class GenerateOut(_message.Message):
     __slots__ = ("restore", "progress", "token", "finish", "snapshot", "chunk")
@@ -143,7 +165,7 @@ class GenerateOut(_message.Message):
     def __init__(self, restore: _Optional[_Union[Restore, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., token: _Optional[_Union[Token, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotHead, _Mapping]] = ..., chunk: _Optional[_Union[SnapshotChunk, _Mapping]] = ...) -> None: ...
 
 class Restore(_message.Message):
-    __slots__ = ("source", "state", "reason")
+    __slots__ = ("source", "state", "reason", "need")
     class Source(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[Restore.Source]
@@ -159,10 +181,12 @@ class Restore(_message.Message):
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    NEED_FIELD_NUMBER: _ClassVar[int]
     source: Restore.Source
     state: StateRef
     reason: str
-    def __init__(self, source: _Optional[_Union[Restore.Source, str]] = ..., state: _Optional[_Union[StateRef, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+    need: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, source: _Optional[_Union[Restore.Source, str]] = ..., state: _Optional[_Union[StateRef, _Mapping]] = ..., reason: _Optional[str] = ..., need: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("done_tokens", "total_tokens")

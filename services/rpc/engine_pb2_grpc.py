@@ -58,7 +58,9 @@ class EngineServicer:
         """One generation. The client sends one Start, then the chunks of at most one snapshot if the engine asks for
         them (Restore.SEND). The engine answers Restore, Progress while it reads the prompt, Token for every token,
         Finish, then the snapshots it took, each as a SnapshotHead followed by its chunks. The client half-closes
-        when it has nothing more to send: before a payload asked for is complete, that means it cannot be had (REFUSED).
+        when it has nothing more to send: before a payload asked for is complete, that means it cannot be had (REFUSED),
+        as Unavailable does. A payload is the chunks of its own part, then its blocks, a chunk each: several states share
+        blocks, and neither side sends one that the other does not need.
         The engine sends its initial metadata as soon as it has taken the request in, which may then wait in the queue;
         what it does not take in ends with an error before. Cancelling the call frees the sequence.
         """

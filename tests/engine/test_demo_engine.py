@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -75,13 +75,14 @@ def test_the_second_turn_costs_only_its_tail_and_reads_the_same(ample: Demo) -> 
         asked.handle.cancel()
 
 
-def sent(engine: Demo, ids: list[int], snapshot: Snapshot, chunks: tuple[bytes, ...]) -> Call:
+def sent(engine: Demo, ids: list[int], snapshot: Snapshot, chunks: Sequence[bytes]) -> Call:
     """A request that offers a state which the engine does not hold, and the payload it then asks for."""
     call = engine.ask(ids, offers=(snapshot.state,))
     restore = call.until(Restore)
     assert isinstance(restore, Restore)
     assert restore.source is Source.SEND
-    call.handle.restore(chunks)
+    for chunk in (*chunks, *(snapshot.blocks[number] for number in restore.need)):
+        call.handle.restore(chunk)
     return call
 
 

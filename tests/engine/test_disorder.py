@@ -9,7 +9,7 @@ from toy_engine import INFO, Toy, answer, toy
 
 from services.engine.errors import StoreError
 from services.engine.model import Segment
-from services.engine.request import MOST_OFFERS, Event, Failed, Finish, Request, Restore, Source, StateRef, Token
+from services.engine.request import MOST_OFFERS, Event, Failed, Finish, Request, Restore, Snapshot, Source, Token
 
 CLIENTS, ROUNDS = 5, 40
 PROMPTS = [tuple(random.Random(n).choices(range(49), k=5 + 9 * n)) for n in range(6)]
@@ -19,7 +19,7 @@ DEADLY = 49  # an id whose step fails
 class Client:
     """Asks, reads, stops, cancels, sends good and bad payloads. `kept` is where clients store what they are given."""
 
-    def __init__(self, t: Toy, seed: int, kept: dict[bytes, tuple[StateRef, tuple[bytes, ...]]]) -> None:
+    def __init__(self, t: Toy, seed: int, kept: dict[bytes, Snapshot]) -> None:
         self.t, self.random, self.kept = t, random.Random(seed), kept
         self.finished = self.failed = 0
 
@@ -30,7 +30,8 @@ class Client:
     def ask(self, prompt: tuple[int, ...]) -> None:
         choose = self.random
         ids = (*prompt, DEADLY) if choose.random() < 0.1 else prompt
-        offers = sorted((ref for ref, _ in list(self.kept.values())), key=lambda ref: -ref.tokens)[:MOST_OFFERS]
+        known = [snapshot.state for snapshot in list(self.kept.values())]
+        offers = sorted(known, key=lambda ref: -ref.tokens)[:MOST_OFFERS]
         positions = tuple(sorted(choose.sample(range(1, len(ids)), k=choose.randrange(2))))
         request = Request("r", ids, 1 + choose.randrange(30), snapshot_at=positions, snapshot_answer=True)
         events: queue.Queue[Event] = queue.Queue()
@@ -40,26 +41,26 @@ class Client:
         try:
             while patience:
                 patience -= 1
-                match events.get(timeout=60):
+                event = events.get(timeout=60)
+                match event:
                     case Token(id_):
                         tokens.append(id_)
                         if choose.random() < 0.02:
                             handle.stop()
                     case Restore(source=Source.SEND, state=state):
                         assert state is not None
-                        chunks = self.kept[state.state_id][1]
-                        handle.restore(chunks if choose.random() < 0.6 else (chunks[0][:-1],))
+                        kept = self.kept[state.state_id]
+                        chunks, blocks = kept.chunks, kept.blocks
+                        whole = [*chunks, *(blocks[number] for number in event.need)]
+                        for chunk in whole if choose.random() < 0.6 else [bytes([1 ^ chunks[0][0]]) + chunks[0][1:]]:
+                            handle.restore(chunk)
                     case Failed(error):
                         assert isinstance(error, StoreError)
                         self.failed += 1
                         return
                     case Finish() as finish:
                         assert tokens == answer(list(ids), finish.generated_tokens)
-                        self.kept.update(
-                            (s.state.state_id, (s.state, s.chunks))
-                            for s in finish.snapshots
-                            if s.state.tokens < len(ids)
-                        )
+                        self.kept.update((s.state.state_id, s) for s in finish.snapshots if s.state.tokens < len(ids))
                         self.finished += 1
                         return
         finally:
@@ -74,7 +75,7 @@ def strike(segments: list[Segment]) -> None:
 def test_disorder_leaves_nothing_behind() -> None:
     with toy(replace(INFO, max_sequences=3, queue_limit=100), pages=5, hot_bytes=12_000) as t:
         t.model.before = strike
-        kept: dict[bytes, tuple[StateRef, tuple[bytes, ...]]] = {}
+        kept: dict[bytes, Snapshot] = {}
         clients = [Client(t, seed, kept) for seed in range(CLIENTS)]
         threads = [threading.Thread(target=client.run) for client in clients]
         for thread in threads:

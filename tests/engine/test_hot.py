@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from toy_engine import INFO, Call, Gate, Toy, answer, toy
+from toy_engine import INFO, Call, Gate, Toy, answer, soon, toy
 
 from services.engine.request import Progress, Request, Restore, Snapshot, Source, StateRef
 
 PROMPT = (1, 2, 3, 4, 5) * 5
-SIZE = 1736 + 20 * 13  # bytes of the toy's payload after 13 tokens
+SIZE = 1744 + 20 * 13  # bytes of the toy's payload after 13 tokens
 
 
 def ask(t: Toy, *ids: int, max_tokens: int = 6, **more: object) -> Call:
@@ -71,7 +71,10 @@ def sent(t: Toy, snapshot: Snapshot, *ids: int, chunks: tuple[bytes, ...] | None
     event = call.until(Restore)
     assert isinstance(event, Restore)
     assert (event.source, event.state) == (Source.SEND, snapshot.state)
-    call.handle.restore(snapshot.chunks if chunks is None else chunks, refusal)
+    for chunk in snapshot.chunks if chunks is None else chunks:
+        call.handle.restore(chunk)
+    if refusal:
+        call.handle.restore(b"", refusal)
     call.finish()
     return call
 
@@ -99,8 +102,8 @@ def damaged(snapshot: Snapshot, at: int) -> tuple[bytes, ...]:
     ("kind", "reason"),
     [
         ("bit", "checksum does not match"),
-        ("short", "too early"),
-        ("empty", "too early"),
+        ("short", "went away"),
+        ("empty", "a chunk of 0 bytes"),
         ("other state", "another state than the one that was offered"),
         ("client", "evicted"),
     ],
@@ -111,12 +114,13 @@ def test_a_refused_payload_costs_a_prefill_and_nothing_else(kind: str, reason: s
     chunks = {
         "bit": damaged(longer, -30),
         "short": (longer.chunks[0][:-9],),
-        "empty": (),
+        "empty": (b"",),
         "other state": shorter.chunks,
         "client": (),
     }[kind]
     with toy() as t:
-        call = sent(t, longer, *PROMPT, chunks=chunks, refusal="the payload was evicted" if kind == "client" else "")
+        told = {"client": "the payload was evicted", "short": "the client went away"}
+        call = sent(t, longer, *PROMPT, chunks=chunks, refusal=told.get(kind, ""))
         assert restores(call) == [(Source.SEND, 13), (Source.REFUSED, 13)]
         assert reason in call.events[1].reason  # type: ignore[union-attr]
         assert call.tokens == answer(list(PROMPT), 6)
@@ -158,7 +162,7 @@ def test_others_go_on_while_a_payload_is_awaited() -> None:
         waiting.handle.cancel()
         waiting.fail()
         assert t.pool.free == t.pool.total
-        waiting.handle.restore(snapshot.chunks)  # too late: nothing happens
+        waiting.handle.restore(snapshot.chunks[0])  # too late: nothing happens
         assert ask(t, *PROMPT).finish()
 
 
@@ -212,3 +216,77 @@ def test_a_cancelled_request_owes_nothing() -> None:
         gate.open()
         call.fail()
         assert len(snapshots(t, *[2] * 20, snapshot_at=(13,))) == 1
+
+
+def test_without_a_budget_snapshots_still_reach_the_client_and_nothing_stays() -> None:
+    with toy(hot_bytes=0, transit_bytes=2 * SIZE) as t:
+        call = ask(t, *[1] * 20, snapshot_at=(13,), snapshot_answer=False)
+        (snapshot,) = call.finish().snapshots
+        assert sum(map(len, snapshot.chunks)) == SIZE
+        assert t.value("hot_state_bytes") == SIZE
+        call.handle.cancel()
+        assert soon(lambda: len(t.hot) == 0), "nobody is owed anything: there is no budget for it"
+        assert snapshots(t, *[1] * 20, snapshot_at=(13,), heads_only=True) == (), "and none to keep one"
+        other = sent(t, snapshot, *[1] * 20)
+        assert restores(other) == [(Source.SEND, 13), (Source.SENT, 13)]
+
+
+LONG = tuple(n % 40 for n in range(200))
+BLOCK = 64 * 2 * 2 * 4  # tokens x (key, value) x head_dim x float32
+
+
+def test_states_of_one_dialog_share_their_blocks() -> None:
+    with toy() as t:
+        first, second = (s for s in snapshots(t, *LONG, snapshot_at=(150, 199)))
+        assert [len(s.blocks) for s in (first, second)] == [2, 3]
+        assert first.state.blocks == second.state.blocks[:2]
+        assert all(mine is theirs for mine, theirs in zip(first.blocks, second.blocks, strict=False)), "held once"
+        own = first.state.size_bytes + second.state.size_bytes
+        assert t.value("hot_state_bytes") == own + 3 * BLOCK
+        t.hot.check()
+
+
+def test_only_the_blocks_that_are_not_held_are_asked_for() -> None:
+    with toy() as one:
+        first, second = (s for s in snapshots(one, *LONG, snapshot_at=(150, 199)))
+    with toy() as other:
+        sent_whole = ask(other, *LONG, offers=(first.state,))
+        asked = sent_whole.until(Restore)
+        assert isinstance(asked, Restore)
+        assert asked.need == (0, 1)
+        for chunk in (*first.chunks, *first.blocks):
+            sent_whole.handle.restore(chunk)
+        assert sent_whole.finish().cached_tokens == 150
+        later = ask(other, *LONG, offers=(second.state,))
+        asked = later.until(Restore)
+        assert isinstance(asked, Restore)
+        assert asked.need == (2,), "the others are of a state that is hot"
+        for chunk in (*second.chunks, second.blocks[2]):
+            later.handle.restore(chunk)
+        assert later.finish().cached_tokens == 199
+        assert later.tokens == sent_whole.tokens == answer(list(LONG), 6)
+
+
+def test_a_block_that_is_another_one_is_refused() -> None:
+    with toy() as one:
+        (snapshot,) = snapshots(one, *LONG, snapshot_at=(150,))
+    with toy() as other:
+        call = ask(other, *LONG, offers=(snapshot.state,))
+        call.until(Restore)
+        for chunk in (*snapshot.chunks, snapshot.blocks[1]):
+            call.handle.restore(chunk)
+        call.finish()
+        assert restores(call) == [(Source.SEND, 150), (Source.REFUSED, 150)]
+        assert call.tokens == answer(list(LONG), 6)
+
+
+def test_blocks_leave_with_the_last_state_that_has_them() -> None:
+    own = 1744 + 4 * 150 + 16 * 3  # about
+    with toy(hot_bytes=2 * own + 3 * BLOCK + 2000) as t:
+        snapshots(t, *LONG, snapshot_at=(150, 199))
+        assert len(t.hot) == 2
+        snapshots(t, *[7] * 20, snapshot_at=(13,))
+        t.hot.check()
+        snapshots(t, *reversed(LONG), snapshot_at=(150, 199))
+        t.hot.check()
+        assert t.value("hot_state_bytes") <= t.hot.budget_bytes

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from recorded_experts import RecordedExperts
+from tiny import dump, load
 from torch import Tensor
 
 from kernels.linear import reference as linear
@@ -121,12 +122,10 @@ def test_a_copy_goes_on_with_the_same_bits(model: Model, pool: PagePool, whole: 
 def test_a_restored_state_goes_on_with_the_same_bits(model: Model, pool: PagePool, whole: Tensor) -> None:
     form, state = PayloadFormat(model.config, "m", "a"), State(model.config, pool)
     model.forward([Segment(state, IDS[:66])])
-    chunks = list(form.dump(state))
-    other = PagePool(model.config, 3)
-    restored = form.load(chunks, other)
+    restored = load(form, *dump(form, state), PagePool(model.config, 3))
     assert torch.equal(model.forward([Segment(restored, IDS[66:])])[0], whole[-1])
     assert torch.equal(model.forward([Segment(state, IDS[66:])])[0], whole[-1])
-    assert b"".join(form.dump(state)) == b"".join(form.dump(restored))
+    assert dump(form, state) == dump(form, restored)
 
 
 def test_a_state_that_lost_a_bit_shows(model: Model, pool: PagePool, whole: Tensor) -> None:

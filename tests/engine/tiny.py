@@ -1,9 +1,12 @@
 """A model shape so small that a whole state is a few hundred bytes, and states with recognisable content."""
 
+from collections.abc import Iterable, Sequence
+
 import torch
 
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PagePool
+from services.engine.snapshots.payload import Loader, PayloadFormat
 from services.engine.state import State
 
 CONFIG = ModelConfig(
@@ -45,6 +48,27 @@ def feed(state: State, count: int, seed: int = 0) -> None:
 def fed(pool: PagePool, tokens: int, seed: int = 0) -> State:
     state = State(CONFIG, pool)
     feed(state, tokens, seed)
+    return state
+
+
+def dump(form: PayloadFormat, state: State) -> tuple[list[bytes], list[bytes]]:
+    """The chunks of the own part, and the blocks."""
+    return list(form.dump(state)), [form.dump_block(state, number) for number in range(form.blocks(state.tokens))]
+
+
+def load(form: PayloadFormat, chunks: Iterable[bytes], blocks: Sequence[bytes], pool: PagePool) -> State:
+    """A new state from a payload. If it is refused, its pages are back in the pool."""
+    state = State(form.config, pool)
+    try:
+        loader = Loader(form, state)
+        for chunk in chunks:
+            loader.feed(chunk)
+        for number, block in enumerate(blocks):
+            loader.put_block(number, block)
+        loader.finish()
+    except BaseException:
+        state.release()
+        raise
     return state
 
 

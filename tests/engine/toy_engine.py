@@ -175,6 +175,7 @@ def toy(
     pages: int = 32,
     chunk_tokens: int = 8,
     hot_bytes: int = 1 << 20,
+    transit_bytes: int = 0,
     sound: bool = True,
     tokenizer_file: Path = Path("none"),
 ) -> Iterator[Toy]:
@@ -182,7 +183,7 @@ def toy(
     model = ToyModel(experts)
     pool = PagePool(config, pages)
     payloads = PayloadFormat(config, info.model_fingerprint, info.arithmetic_fingerprint)
-    hot = HotStates(payloads, info.arithmetic_fingerprint, hot_bytes)
+    hot = HotStates(payloads, info.arithmetic_fingerprint, hot_bytes, transit_bytes)
     metrics = Metrics(info, experts, CollectorRegistry())
     scheduler = Scheduler(model, pool, hot, metrics, info.max_sequences, chunk_tokens)
     grammars = Grammars(tokenizer_file, info.vocab_size, most_bytes=10_000, timeout_s=20.0)

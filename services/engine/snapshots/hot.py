@@ -1,13 +1,14 @@
 """States kept in RAM after the model has moved on: within a budget, the longest unused leaves first.
 
 They are kept as payloads: one form serves for keeping, sending and restoring, and no KV page belongs to a state that
-nobody is running. A request pins what it still owes its client; what is pinned stays, and if nothing else can leave, a
-new state is not kept. So the budget holds whatever clients do. Used by the engine's thread only; the chunks themselves
-never change and may be read by any thread.
+nobody is running. States of one dialog share their KV blocks: each is held once. A request pins what it still owes its
+client; what is pinned stays. For that there is `transit_bytes` of room, so that snapshots reach their store even with
+no budget at all; unpinned states never take more than the budget. If there is no room, a new state is not kept. Used by
+the engine's thread only; the chunks themselves never change and may be read by any thread.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.engine.request import StateRef
@@ -17,29 +18,41 @@ from services.engine.state import State
 
 @dataclass
 class Stored:
-    """One state's payload, each chunk at most 1 MiB. `pins` counts the requests that still owe it to a client."""
+    """One state's payload: chunks of its own part, and its KV blocks, which other states may hold too. `pins` counts
+    the requests that still owe it to a client."""
 
     ref: StateRef
     chunks: tuple[bytes, ...]
+    blocks: tuple[bytes, ...]
     pins: int = 0
 
 
-class HotStates:
-    """`used_bytes` never exceeds `budget_bytes`."""
+@dataclass
+class _Block:
+    data: bytes
+    states: int  # that hold it
 
-    def __init__(self, payloads: PayloadFormat, arithmetic_fingerprint: str, budget_bytes: int) -> None:
+
+class HotStates:
+    """`used_bytes` never exceeds `budget_bytes` or, while states are pinned, `transit_bytes`, whichever is larger."""
+
+    def __init__(
+        self, payloads: PayloadFormat, arithmetic_fingerprint: str, budget_bytes: int, transit_bytes: int = 0
+    ) -> None:
         self.payloads = payloads
         self.budget_bytes = budget_bytes
+        self.transit_bytes = max(transit_bytes, budget_bytes)
         self.used_bytes = 0
         self._fingerprint = arithmetic_fingerprint
         self._states: OrderedDict[bytes, Stored] = OrderedDict()  # by state id, the longest unused first
+        self._blocks: dict[bytes, _Block] = {}
 
     def __len__(self) -> int:
         return len(self._states)
 
-    def name(self, ids: Sequence[int]) -> StateRef:
+    def name(self, ids: Sequence[int], blocks: tuple[bytes, ...] = ()) -> StateRef:
         """The state that has consumed `ids`, as it is called everywhere."""
-        return StateRef(state_id(self._fingerprint, ids), len(ids), self.payloads.size_bytes(len(ids)))
+        return StateRef(state_id(self._fingerprint, ids), len(ids), self.payloads.own_bytes(len(ids)), blocks)
 
     def choose(self, offers: Iterable[StateRef], ids: Sequence[int]) -> StateRef | None:
         """The first offer that is a state of a true prefix of `ids` and either held here or for the client to send.
@@ -49,8 +62,11 @@ class HotStates:
         for offer in offers:
             if not 0 < offer.tokens < len(ids):
                 continue
-            ref = self.name(ids[: offer.tokens])
-            if ref.state_id == offer.state_id and (ref.state_id in self._states or ref.size_bytes == offer.size_bytes):
+            ref = self.name(ids[: offer.tokens], offer.blocks)
+            if ref.state_id != offer.state_id:
+                continue
+            whole = ref.size_bytes == offer.size_bytes and len(offer.blocks) == self.payloads.blocks(offer.tokens)
+            if ref.state_id in self._states or whole:
                 return ref
         return None
 
@@ -61,39 +77,86 @@ class HotStates:
             self._states.move_to_end(ref.state_id)
         return stored
 
-    def keep(self, ref: StateRef, chunks: Iterable[bytes]) -> Stored | None:
-        """Hold a payload, if it is not held yet; None if there is no room, and then `chunks` is not read."""
-        stored = self.get(ref)
-        if stored is None and self._make_room(ref.size_bytes):
-            stored = self._states[ref.state_id] = Stored(ref, tuple(chunks))
-            self.used_bytes += ref.size_bytes
-        return stored
+    def held_blocks(self, names: Iterable[bytes]) -> dict[bytes, bytes]:
+        """Those of the named blocks that are here, with their bytes."""
+        return {name: self._blocks[name].data for name in names if name in self._blocks}
 
-    def take(self, state: State) -> tuple[Stored | None, str]:
+    def keep(self, ref: StateRef, chunks: Iterable[bytes], blocks: Mapping[bytes, bytes]) -> Stored | None:
+        """Hold a payload, if it is not held yet; None if there is no room, and then `chunks` is not read. `blocks` are
+        those by name that are not held already."""
+        return self.get(ref) or self._add(ref, chunks, blocks.__getitem__, owed=False)
+
+    def take(self, state: State, owed: bool) -> tuple[Stored | None, str]:
         """Hold `state` as it is now, and how that went: taken, held (already), or dropped (no room)."""
-        ref = self.name(state.ids)
+        ref = self.name(state.ids, self.payloads.name_blocks(state))
         held = self.get(ref)
         if held is not None:
             return held, "held"
-        stored = self.keep(ref, self.payloads.dump(state))
+        numbers = {name: number for number, name in enumerate(ref.blocks)}
+
+        def dump_block(name: bytes) -> bytes:
+            return self.payloads.dump_block(state, numbers[name])
+
+        stored = self._add(ref, self.payloads.dump(state), dump_block, owed)
         return stored, "taken" if stored else "dropped"
+
+    def trim(self) -> None:
+        """Pins were taken off: back to the budget."""
+        for stored in list(self._states.values()):
+            if self.used_bytes <= self.budget_bytes:
+                return
+            if not stored.pins:
+                self._remove(stored)
 
     def check(self) -> None:
         """Conservation: the sizes add up and fit the budget. Raises AssertionError with the numbers."""
         held = sum(len(chunk) for stored in self._states.values() for chunk in stored.chunks)
-        assert held == self.used_bytes <= self.budget_bytes, (
-            f"hot states hold {held} bytes, counted {self.used_bytes}, budget {self.budget_bytes}"
+        held += sum(len(block.data) for block in self._blocks.values())
+        users = sum(len(set(stored.ref.blocks)) for stored in self._states.values())
+        assert users == sum(block.states for block in self._blocks.values()), "blocks count other states than hold them"
+        limit = self.transit_bytes if any(stored.pins for stored in self._states.values()) else self.budget_bytes
+        assert held == self.used_bytes <= limit, (
+            f"hot states hold {held} bytes, counted {self.used_bytes}, budget {limit}"
         )
 
-    def _make_room(self, size_bytes: int) -> bool:
-        """Let go of the longest unused states until `size_bytes` fit; False, and nothing let go, if they cannot."""
-        pinned_bytes = sum(stored.ref.size_bytes for stored in self._states.values() if stored.pins)
-        if pinned_bytes + size_bytes > self.budget_bytes:
+    def _add(
+        self, ref: StateRef, chunks: Iterable[bytes], block_of: Callable[[bytes], bytes], owed: bool
+    ) -> Stored | None:
+        if not self._make_room(ref, owed):
+            return None
+        for name in set(ref.blocks):
+            if name in self._blocks:
+                self._blocks[name].states += 1
+            else:
+                self._blocks[name] = _Block(block_of(name), 1)
+        blocks = tuple(self._blocks[name].data for name in ref.blocks)
+        self.used_bytes += self._new_bytes(ref, 1)
+        stored = self._states[ref.state_id] = Stored(ref, tuple(chunks), blocks)
+        return stored
+
+    def _new_bytes(self, ref: StateRef, states: int) -> int:
+        """Bytes that are there for `ref` alone, if blocks that only it uses count as `states`."""
+        own = sum(name not in self._blocks or self._blocks[name].states == states for name in set(ref.blocks))
+        return ref.size_bytes + own * self.payloads.block_bytes
+
+    def _remove(self, stored: Stored) -> None:
+        self.used_bytes -= self._new_bytes(stored.ref, 1)
+        del self._states[stored.ref.state_id]
+        for name in set(stored.ref.blocks):
+            self._blocks[name].states -= 1
+            if not self._blocks[name].states:
+                del self._blocks[name]
+
+    def _make_room(self, ref: StateRef, owed: bool) -> bool:
+        """Let go of the longest unused states until `ref` fits; False, and nothing let go, if it cannot."""
+        pinned = [stored.ref for stored in self._states.values() if stored.pins]
+        stays = {name for other in pinned for name in other.blocks} | set(ref.blocks)
+        stays_bytes = sum(other.size_bytes for other in [*pinned, ref]) + len(stays) * self.payloads.block_bytes
+        if stays_bytes > (self.transit_bytes if owed else self.budget_bytes):
             return False
         for stored in list(self._states.values()):
-            if self.used_bytes + size_bytes <= self.budget_bytes:
+            if self.used_bytes + self._new_bytes(ref, 0) <= self.budget_bytes:
                 break
             if not stored.pins:
-                del self._states[stored.ref.state_id]
-                self.used_bytes -= stored.ref.size_bytes
+                self._remove(stored)
         return True

@@ -1,47 +1,57 @@
 """A snapshot's payload: a state as bytes, and back. Owns the format; who keeps payloads, and when, is not decided here.
 
-Everything is little-endian, in this order:
+A payload has two parts. Keys and values of every `block_tokens` tokens are a *block*, named by a hash
+of its content: the snapshots of one dialog share them, so a later one adds only new blocks. All the rest is the state's
+own part, little-endian, in this order:
 
-    header       magic, version, model and arithmetic fingerprint, shape, tokens, whole size: see HEADER
+    header       magic, version, model and arithmetic fingerprint, shape, tokens, size of this part: see HEADER
     ids          uint32 [tokens]
+    names        of the blocks, NAME_BYTES each
     conv, ssm    float32, as in state.py
-    KV           float32; for each attention layer the keys, then the values, [tokens, kv_heads, head_dim]
-    checksum     XXH64 of all bytes before it
+    KV           of the tokens behind the last block; for each attention layer the keys, then the values
+    checksum     XXH3-64 of all bytes before it
 
 A payload that is not exactly what this engine would write for that state is refused before it is used; its lengths are
 checked against the configuration before memory is taken. Restoring is exact to the bit. Both directions go through
-chunks of at most CHUNK_BYTES, so that a large state is never in memory twice.
+chunks of at most CHUNK_BYTES (a block is one chunk), so that a large state is never in memory twice.
 """
 
 import hashlib
 import struct
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-import torch
 import xxhash
-from torch import Tensor
 
 from services.engine.errors import PayloadError
 from services.engine.model_config import ModelConfig
-from services.engine.pages import PAGE_TOKENS, PagePool
+from services.engine.pages import PAGE_TOKENS
 from services.engine.state import State, state_bytes
 
 CHUNK_BYTES = 1 << 20
 MAGIC = b"THIMBLE\n"
-VERSION = 1
-HEADER = struct.Struct("<8sI32s32s9I2Q")  # magic, version, two fingerprints, nine sizes, tokens, whole size
+VERSION = 2
+HEADER = struct.Struct("<8sI32s32s11I2Q")  # magic, version, two fingerprints, eleven sizes, tokens, size
 CHECKSUM_BYTES = 8
+NAME_BYTES = 16
 
 
 class PayloadFormat:
-    """What payloads of one engine look like. The fingerprints are the hex texts that `Info` reports."""
+    """What payloads of one engine look like. The fingerprints are the hex texts that `Info` reports; `kv_number_bytes`
+    is the size of one number of a key or value."""
 
-    def __init__(self, config: ModelConfig, model_fingerprint: str, arithmetic_fingerprint: str) -> None:
+    def __init__(
+        self, config: ModelConfig, model_fingerprint: str, arithmetic_fingerprint: str, kv_number_bytes: int = 4
+    ) -> None:
         self.config = config
         self._model = _digest(model_fingerprint)
         self._arithmetic = _digest(arithmetic_fingerprint)
-        self._sizes = (
+        self._kv_bytes = 2 * kv_number_bytes * len(config.attention_layers) * config.kv_heads * config.head_dim
+        self.block_tokens = PAGE_TOKENS
+        while self.block_tokens > 1 and self.block_bytes > CHUNK_BYTES:
+            self.block_tokens //= 2
+        assert self.block_bytes <= CHUNK_BYTES, "the keys and values of one token are larger than a chunk"
+        self.sizes = (
             len(config.mamba_layers),
             config.conv_channels,
             config.conv_kernel,
@@ -51,27 +61,50 @@ class PayloadFormat:
             len(config.attention_layers),
             config.kv_heads,
             config.head_dim,
+            kv_number_bytes,
+            self.block_tokens,
         )
 
+    @property
+    def block_bytes(self) -> int:
+        return self.block_tokens * self._kv_bytes
+
+    def blocks(self, tokens: int) -> int:
+        """How many complete blocks such a state has. A model without attention has none."""
+        return tokens // self.block_tokens if self._kv_bytes else 0
+
+    def own_bytes(self, tokens: int) -> int:
+        """Size of the own part of a state that has consumed `tokens` ids."""
+        blocks = self.blocks(tokens)
+        rest = (tokens - blocks * self.block_tokens) * self._kv_bytes
+        return HEADER.size + 4 * tokens + NAME_BYTES * blocks + state_bytes(self.config) + rest + CHECKSUM_BYTES
+
     def size_bytes(self, tokens: int) -> int:
-        """Of the payload of a state that has consumed `tokens` ids."""
-        config = self.config
-        kv = 2 * 4 * len(config.attention_layers) * config.kv_heads * config.head_dim
-        return HEADER.size + state_bytes(config) + tokens * (4 + kv) + CHECKSUM_BYTES
+        """Of the own part and all blocks."""
+        return self.own_bytes(tokens) + self.blocks(tokens) * self.block_bytes
 
     def chunks(self, tokens: int) -> int:
         """How many chunks `dump` yields for such a state."""
-        return -(-self.size_bytes(tokens) // CHUNK_BYTES)
+        return -(-self.own_bytes(tokens) // CHUNK_BYTES)
+
+    def name_blocks(self, state: State) -> tuple[bytes, ...]:
+        """Names of its complete blocks. Each is worked out once: what a block holds never changes."""
+        for index in range(len(state.block_names), self.blocks(state.tokens)):
+            state.block_names.append(block_name(self._block_pieces(state, index)))
+        return tuple(state.block_names)
+
+    def dump_block(self, state: State, index: int) -> bytes:
+        return b"".join(self._block_pieces(state, index))
 
     def dump(self, state: State) -> Iterator[bytes]:
-        """The payload, in chunks that are full but for the last. `state` must not change before the last is taken."""
+        """The own part, in chunks that are full but for the last. `state` must not change before the last is taken."""
         assert not state.spoiled
-        digest = xxhash.xxh64()
+        digest = xxhash.xxh3_64()
         buffer = bytearray()
-        for part in self._parts(state):
-            digest.update(part)
-            for start in range(0, len(part), CHUNK_BYTES):
-                buffer += part[start : start + CHUNK_BYTES]
+        for piece in self._own_pieces(state):
+            digest.update(piece)
+            for start in range(0, len(piece), CHUNK_BYTES):
+                buffer += piece[start : start + CHUNK_BYTES]
                 if len(buffer) >= CHUNK_BYTES:
                     yield bytes(memoryview(buffer)[:CHUNK_BYTES])
                     del buffer[:CHUNK_BYTES]
@@ -79,36 +112,12 @@ class PayloadFormat:
         for start in range(0, len(buffer), CHUNK_BYTES):
             yield bytes(memoryview(buffer)[start : start + CHUNK_BYTES])
 
-    def load(self, chunks: Iterable[bytes], pool: PagePool) -> State:
-        """The state of a payload. Raises PayloadError if it is not one of this engine, OutOfPagesError if no room.
+    def span(self, index: int) -> tuple[int, int]:
+        """The tokens of a block."""
+        return index * self.block_tokens, (index + 1) * self.block_tokens
 
-        Takes no chunk beyond the payload's last one, so `chunks` may be a stream that stays open.
-        """
-        reader = _Reader(chunks)
-        tokens = self._check_header(reader.take(HEADER.size), pool)
-        state = State(self.config, pool)
-        try:
-            state.reserve(tokens)
-            state.ids = self._check_ids(reader.take(4 * tokens))
-            for tensor in (state.conv, state.ssm):
-                reader.fill(_view(tensor))
-            for view in _kv_views(state):
-                reader.fill(view)
-            reader.finish()
-        except BaseException:
-            state.release()
-            raise
-        return state
-
-    def _parts(self, state: State) -> Iterator[bytes | memoryview]:
-        size = self.size_bytes(state.tokens)
-        yield HEADER.pack(MAGIC, VERSION, self._model, self._arithmetic, *self._sizes, state.tokens, size)
-        yield array("I", state.ids).tobytes()
-        yield _view(state.conv)
-        yield _view(state.ssm)
-        yield from _kv_views(state)
-
-    def _check_header(self, header: bytes, pool: PagePool) -> int:
+    def check_header(self, header: bytes, state: State) -> int:
+        """The number of tokens, if it is the header of a payload that `state` can be filled with."""
         magic, version, model, arithmetic, *sizes, tokens, size = HEADER.unpack(header)
         if magic != MAGIC:
             raise PayloadError(f"snapshot: starts with {magic!r}, expected {MAGIC!r}; it is not a snapshot")
@@ -118,85 +127,145 @@ class PayloadFormat:
             raise PayloadError("snapshot: of another model (its fingerprint differs); discard it")
         if arithmetic != self._arithmetic:
             raise PayloadError("snapshot: of another arithmetic (kernels or versions differ); discard it")
-        if tuple(sizes) != self._sizes:
-            raise PayloadError(f"snapshot: sizes {sizes}, expected {list(self._sizes)}; it is damaged")
-        if tokens > pool.total * PAGE_TOKENS:
-            raise PayloadError(f"snapshot: {tokens} tokens, this engine holds at most {pool.total * PAGE_TOKENS}")
-        if size != self.size_bytes(tokens):
-            raise PayloadError(f"snapshot: {size} bytes, expected {self.size_bytes(tokens)}; it is damaged")
+        if tuple(sizes) != self.sizes:
+            raise PayloadError(f"snapshot: sizes {sizes}, expected {list(self.sizes)}; it is damaged")
+        if tokens > state.most_tokens:
+            raise PayloadError(f"snapshot: {tokens} tokens, this engine holds at most {state.most_tokens}")
+        if size != self.own_bytes(tokens):
+            raise PayloadError(f"snapshot: {size} bytes, expected {self.own_bytes(tokens)}; it is damaged")
         return int(tokens)
 
-    def _check_ids(self, data: bytes) -> list[int]:
+    def check_ids(self, data: bytes) -> list[int]:
         ids = array("I")
         ids.frombytes(data)
         if ids and max(ids) >= self.config.vocab_size:
             raise PayloadError(f"snapshot: id {max(ids)} is outside the vocabulary of {self.config.vocab_size}")
         return ids.tolist()
 
+    def _own_pieces(self, state: State) -> Iterator[bytes | memoryview]:
+        tokens = state.tokens
+        names = self.name_blocks(state)
+        yield HEADER.pack(MAGIC, VERSION, self._model, self._arithmetic, *self.sizes, tokens, self.own_bytes(tokens))
+        yield array("I", state.ids).tobytes()
+        yield b"".join(names)
+        yield from state.export_fixed()
+        if tokens > len(names) * self.block_tokens and self._kv_bytes:
+            yield from state.export_kv(len(names) * self.block_tokens, tokens)
 
-def state_id(arithmetic_fingerprint: str, ids: Iterable[int]) -> bytes:
+    def _block_pieces(self, state: State, index: int) -> Iterator[memoryview]:
+        return state.export_kv(*self.span(index))
+
+
+class Loader:
+    """Fills an empty state from a payload, piece by piece as it arrives. Raises PayloadError for what is no payload of
+    this engine and OutOfPagesError if there is no room; then `state` holds rubbish and has to be reset.
+
+    First `feed` the own part; then `names` are known, and each block that is `missing` is to be put. `trusted` bytes
+    never left this process: they are not hashed again.
+    """
+
+    def __init__(self, form: PayloadFormat, state: State, trusted: bool = False) -> None:
+        self.names: tuple[bytes, ...] = ()
+        self._form = form
+        self._state = state
+        self._trusted = trusted
+        self._digest = xxhash.xxh3_64()
+        self._hashed = True  # whether the target under way counts for the checksum
+        self._targets = self._own_part()
+        self._target: memoryview | None = memoryview(b"")
+        self._filled = 0
+        self._missing: set[int] = set()
+        self._next_target()
+
+    @property
+    def own_part_done(self) -> bool:
+        return self._target is None
+
+    @property
+    def missing(self) -> list[int]:
+        return sorted(self._missing)
+
+    def feed(self, chunk: bytes | memoryview) -> None:
+        """More of the own part."""
+        if not 0 < len(chunk) <= CHUNK_BYTES:
+            raise PayloadError(f"snapshot: a chunk of {len(chunk)} bytes, expected 1 to {CHUNK_BYTES}")
+        rest = memoryview(chunk)
+        while rest:
+            if self._target is None:
+                raise PayloadError("snapshot: bytes follow its end; it is damaged")
+            count = min(len(rest), len(self._target) - self._filled)
+            self._target[self._filled : self._filled + count] = rest[:count]
+            if self._hashed and not self._trusted:
+                self._digest.update(rest[:count])
+            self._filled += count
+            rest = rest[count:]
+            if self._filled == len(self._target):
+                self._next_target()
+
+    def put_block(self, index: int, data: bytes) -> None:
+        """A block of the state."""
+        if index not in self._missing:
+            raise PayloadError(f"snapshot: block {index} is not one that is missing")
+        if len(data) != self._form.block_bytes or (not self._trusted and block_name([data]) != self.names[index]):
+            raise PayloadError(f"snapshot: block {index} is not what its name says; it is damaged")
+        rest = memoryview(data)
+        for piece in self._state.import_kv(*self._form.span(index)):
+            piece[:] = rest[: len(piece)]
+            rest = rest[len(piece) :]
+        self._missing.remove(index)
+
+    def finish(self) -> None:
+        """Everything is there, and the state is what was dumped. Raises PayloadError if something is not."""
+        if self._target is not None:
+            raise PayloadError(f"snapshot: ends {len(self._target) - self._filled} bytes or more too early")
+        if self._missing:
+            raise PayloadError(f"snapshot: {len(self._missing)} of its {len(self.names)} blocks are missing")
+
+    def _own_part(self) -> Iterator[memoryview]:
+        """The memory to be filled, in order. Goes on when a piece is full."""
+        form, state = self._form, self._state
+        header = bytearray(HEADER.size)
+        yield memoryview(header)
+        tokens = form.check_header(bytes(header), state)
+        state.reserve(tokens)
+        ids, names = bytearray(4 * tokens), bytearray(NAME_BYTES * form.blocks(tokens))
+        yield memoryview(ids)
+        yield memoryview(names)
+        yield from state.import_fixed()
+        blocks = form.blocks(tokens)
+        checked = form.check_ids(bytes(ids))
+        if tokens > blocks * form.block_tokens and form.block_bytes:
+            yield from state.import_kv(blocks * form.block_tokens, tokens)
+        stored = bytearray(CHECKSUM_BYTES)
+        self._hashed = False
+        yield memoryview(stored)
+        if not self._trusted and struct.pack("<Q", self._digest.intdigest()) != stored:
+            raise PayloadError("snapshot: the checksum does not match; it is damaged")
+        self.names = tuple(bytes(names[at : at + NAME_BYTES]) for at in range(0, len(names), NAME_BYTES))
+        self._missing = set(range(blocks))
+        state.ids = checked
+        state.block_names = list(self.names)
+
+    def _next_target(self) -> None:
+        while True:
+            self._target, self._filled = next(self._targets, None), 0
+            if self._target is None or len(self._target):
+                return
+
+
+def block_name(pieces: Iterable[bytes | memoryview]) -> bytes:
+    """NAME_BYTES bytes; equal names, equal content."""
+    digest = xxhash.xxh3_128()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.digest()
+
+
+def state_id(arithmetic_fingerprint: str, ids: Sequence[int]) -> bytes:
     """The name of the state that has consumed `ids`: equal names, equal bits. 32 bytes."""
     digest = hashlib.blake2b(arithmetic_fingerprint.encode() + b"\0", digest_size=32)
     digest.update(array("I", ids).tobytes())
     return digest.digest()
-
-
-class _Reader:
-    """Reads a stream of chunks as one run of bytes, hashing what it passes on. Raises PayloadError."""
-
-    def __init__(self, chunks: Iterable[bytes]) -> None:
-        self._chunks = iter(chunks)
-        self._rest = memoryview(b"")
-        self._digest = xxhash.xxh64()
-
-    def take(self, size: int) -> bytes:
-        data = bytearray(size)
-        self.fill(memoryview(data))
-        return bytes(data)
-
-    def fill(self, target: memoryview) -> None:
-        self._copy(target)
-        self._digest.update(target)
-
-    def finish(self) -> None:
-        """Compare the checksum, which must end the last chunk. Asks for no chunk after that."""
-        stored = bytearray(CHECKSUM_BYTES)
-        self._copy(memoryview(stored))
-        if struct.pack("<Q", self._digest.intdigest()) != stored:
-            raise PayloadError("snapshot: the checksum does not match; it is damaged")
-        if self._rest:
-            raise PayloadError("snapshot: bytes follow its end; it is damaged")
-
-    def _copy(self, target: memoryview) -> None:
-        done = 0
-        while done < len(target):
-            if not self._rest:
-                self._rest = memoryview(self._next(len(target) - done))
-            count = min(len(self._rest), len(target) - done)
-            target[done : done + count] = self._rest[:count]
-            self._rest = self._rest[count:]
-            done += count
-
-    def _next(self, missing: int) -> bytes:
-        chunk = next(self._chunks, None)
-        if chunk is None:
-            raise PayloadError(f"snapshot: ends {missing} bytes or more too early; it is incomplete")
-        if not 0 < len(chunk) <= CHUNK_BYTES:
-            raise PayloadError(f"snapshot: a chunk of {len(chunk)} bytes, expected 1 to {CHUNK_BYTES}")
-        return chunk
-
-
-def _kv_views(state: State) -> Iterator[memoryview]:
-    for layer in range(len(state.config.attention_layers)):
-        for memory in (state.pool.keys[layer], state.pool.values[layer]):
-            for start in range(0, state.tokens, PAGE_TOKENS):
-                page = state.pages[start // PAGE_TOKENS]
-                yield _view(memory[page, : min(PAGE_TOKENS, state.tokens - start)])
-
-
-def _view(tensor: Tensor) -> memoryview:
-    """The tensor's own memory."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _digest(fingerprint: str) -> bytes:
