@@ -1,0 +1,101 @@
+"""What a machine will do with a model, before anyone buys it: tokens a second, time to a first token, what would help.
+
+Owns the assumptions that predict.py leaves to its caller: how often a block is missing, how unevenly the missing ones
+fall on the layers, how a prompt is read. Not in it: heat, other work on the machine, prefetch (off unless it pays).
+"""
+
+from dataclasses import dataclass, replace
+from math import comb, log
+
+from services.tools.hardware import PCIE_GB_S, Box
+from services.tools.predict import GB, Method, Shape, Token, layer_of, token
+
+# Published for the real model: 24 % of the experts in RAM give 81-84 % hits under plain LRU.
+KNOWN_SHARE, KNOWN_HITS = 0.24, 0.825
+SWEEP_COMPUTE_SHARE = 0.4  # of the maker's TFLOPS that reading a prompt reaches
+
+
+def hit_rate(share: float) -> float:
+    """Of a cache with room for `share` of all experts: the one curve 1 - (1 - share)^a through the published point.
+    A replay of a trace knows better: `thimble simulate`."""
+    power = log(1 - KNOWN_HITS) / log(1 - KNOWN_SHARE)
+    return float(1 - (1 - min(1.0, max(0.0, share))) ** power)
+
+
+def decode(shape: Shape, box: Box, method: Method, hits: float) -> Token:
+    """A token's time. Missing blocks fall on the layers as independent draws do: a layer waits for its own, so that
+    uneven ones cost more than the mean."""
+    layer, k, miss = layer_of(shape, box.rates, method), shape.experts_per_token, 1 - hits
+    busy_ns = layer.gap_ns + k * layer.expert_ns
+    exposed_ns = sum(
+        comb(k, reads) * miss**reads * hits ** (k - reads) * (layer.time_ns(k, reads) - busy_ns)
+        for reads in range(k + 1)
+    )
+    reads = k * miss
+    hidden = 1 - exposed_ns / (reads * layer.read_ns) if reads else 1.0
+    return token(shape, box.rates, method, reads * shape.moe_layers, hidden=hidden)
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """Of a prompt, in seconds. The three are done at the same time where `overlapped`, one after the other if not."""
+
+    tokens: int
+    disk_s: float
+    pcie_s: float
+    compute_s: float
+    dense_s: float
+    overlapped: bool
+
+    @property
+    def total_s(self) -> float:
+        parts = (self.disk_s, self.pcie_s, self.compute_s)
+        return self.dense_s + (max(parts) if self.overlapped else sum(parts))
+
+
+def first_token(shape: Shape, box: Box, tokens: int, share: float, chunk: int = 2048, ours: bool = True) -> FirstToken:
+    """Reading a prompt touches nearly every expert: what is not in RAM is read once a chunk, and each is carried to the
+    card. Tokens that name experts independently of each other touch the most; real ones touch fewer."""
+    disk_s = pcie_s = 0.0
+    for begin in range(0, tokens, chunk):
+        count = min(chunk, tokens - begin)
+        touched = shape.blocks * (1 - (1 - shape.experts_per_token / shape.experts) ** count)
+        bytes_ = touched * shape.block_bytes
+        disk_s += bytes_ * (1 - share) / box.disk_gb_s / GB
+        pcie_s += bytes_ / box.pcie_gb_s / GB
+    chunks = -(-tokens // chunk)
+    weights = 2 * (shape.dense_bytes + shape.moe_layers * shape.experts_per_token * shape.latent * shape.width * 2)
+    return FirstToken(
+        tokens=tokens,
+        disk_s=disk_s,
+        pcie_s=pcie_s,
+        compute_s=weights * tokens / (box.card.tflops * 1e12 * SWEEP_COMPUTE_SHARE),
+        dense_s=chunks * shape.dense_bytes / box.vram_gb_s / GB,
+        overlapped=ours,
+    )
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    name: str
+    tok_s: float
+
+
+def upgrades(shape: Shape, box: Box, cache_gb: float) -> list[Upgrade]:
+    """What one change would give, the best first."""
+
+    def after(name: str, changed: Box, cache: float = cache_gb) -> Upgrade:
+        hits = hit_rate(cache * GB / (shape.blocks * shape.block_bytes))
+        return Upgrade(name, decode(shape, changed, Method.SPLIT, hits).tok_s)
+
+    found = [
+        after(f"{box.ram_gb:.0f} GB more RAM (of the same speed)", box, cache_gb + box.ram_gb),
+        after("a second drive like the first (thimble spread)", box.with_rates(box.dram_gb_s, 2 * box.disk_gb_s)),
+        after("RAM a quarter faster", box.with_rates(1.25 * box.dram_gb_s, box.disk_gb_s)),
+        after("a card with twice the memory bandwidth", replace(box, vram_gb_s=2 * box.vram_gb_s)),
+    ]
+    wider = (box.card.pcie[0], 16)
+    if box.card.pcie != wider:
+        faster = replace(box, pcie_gb_s=PCIE_GB_S[wider])
+        found.append(after("a card with 16 PCIe lanes", faster))
+    return sorted(found, key=lambda upgrade: -upgrade.tok_s)

@@ -1,0 +1,107 @@
+"""This machine's rates for a plan: RAM, the processor's expert kernels, disk, and a CUDA card if there is one.
+
+In seconds, not minutes: a plan needs them within some percent. Owns the measuring; blocks are synthetic.
+"""
+
+import ctypes
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kernels.block import BlockLayout
+from kernels.experts.host.binding import Catalog, Host, open_drives, read_rate
+from kernels.experts.host.drives import choose_depth
+from kernels.workers.pool import Workers, native
+from services.tools.hardware import MIB, Card
+from services.tools.predict import GB, Method, Shape
+from services.tools.synthetic_blocks import SyntheticBlocks
+
+PASSES = 3
+READ_BYTES = 1 << 30  # of RAM; several times any cache of a home PC
+BLOCKS = 160  # half a gigabyte of experts
+STEPS = 24
+COPY_BYTES = 256 << 20
+
+
+def best_gb_s(work: Callable[[], int], passes: int = PASSES) -> float:
+    """`work` returns the bytes it moved. The best of some passes: what disturbs only makes slower."""
+    best = 0.0
+    for _ in range(passes):
+        begun = time.perf_counter()
+        moved = work()
+        best = max(best, moved / (time.perf_counter() - begun) / GB)
+    return best
+
+
+def dram_gb_s(workers: Workers, size_bytes: int = READ_BYTES) -> float:
+    """Plain reading by all workers."""
+    memory = np.ones(size_bytes, np.uint8)
+
+    def read() -> int:
+        native().thimble_read(
+            ctypes.c_void_p(workers.handle), ctypes.c_uint64(memory.ctypes.data), ctypes.c_int64(size_bytes)
+        )
+        return size_bytes
+
+    return best_gb_s(read)
+
+
+def cpu_gb_s(workers: Workers, catalog: Catalog, blocks: SyntheticBlocks, shape: Shape) -> float:
+    """Expert bytes (`up` and alive rows of `down`) that the host library's step gets through with all in RAM."""
+    experts, top_k = blocks.experts, shape.experts_per_token
+    host = Host(catalog, workers, slots=experts, readers=4)
+    order = torch.from_numpy(np.random.default_rng(0).permutation(experts).astype(np.int32))
+    batches = [order[begin : begin + top_k][None] for begin in range(0, experts - top_k + 1, top_k)]
+    weights, x = torch.ones(1, top_k), blocks.inputs(1, seed=1)
+    try:
+        for ids in batches:
+            host.step(0, ids.contiguous(), weights, x)
+
+        def steps() -> int:
+            for number in range(STEPS):
+                host.step(0, batches[number % len(batches)].contiguous(), weights, x)
+            return int(STEPS * top_k * Method.CPU.expert_bytes(shape))
+
+        return best_gb_s(steps)
+    finally:
+        host.close()
+
+
+def disk_gb_s(catalog: Catalog) -> tuple[float, int]:
+    """Random verified blocks past the page cache, and how many reads in flight that took."""
+    drives = open_drives(catalog)
+    depth, rates = choose_depth(lambda depth: read_rate(catalog, drives, depth, seed=depth))
+    return rates[depth], depth
+
+
+def synthetic(folder: Path, layout: BlockLayout) -> tuple[SyntheticBlocks, Catalog, Path]:
+    """A file of blocks in `folder`, for the disk and for the processor. To be removed by the caller."""
+    blocks = SyntheticBlocks(layout, layers=1, experts=BLOCKS)
+    path = folder / "thimble-plan.blocks"
+    return blocks, blocks.write(path), path
+
+
+def card() -> tuple[Card, float, float] | None:
+    """The CUDA card of this machine with its measured memory and link, GB/s; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    here = torch.zeros(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    there, other = (torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
+
+    def done(copy: Callable[[], object], moved: int) -> Callable[[], int]:
+        def work() -> int:
+            for _ in range(4):
+                copy()
+            torch.cuda.synchronize()
+            return 4 * moved
+
+        work()
+        return work
+
+    pcie = best_gb_s(done(lambda: there.copy_(here, non_blocking=True), COPY_BYTES))
+    vram = best_gb_s(done(lambda: other.copy_(there), 2 * COPY_BYTES))
+    found = torch.cuda.get_device_properties(0)
+    return Card(found.name, found.total_memory // MIB, vram, (0, 0), 0.0), vram, pcie

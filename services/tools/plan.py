@@ -1,0 +1,205 @@
+"""`thimble plan`: what a machine will do with the model, on paper: memory, speed with its parts, what would help most.
+
+For this machine (measured, under 30 s) or for one of the table: --gpu, --ram, --dram, --disk; what is not given is
+measured here. Owns the command and what it prints; the formula is predict.py, its assumptions forecast.py.
+"""
+
+import argparse
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+from kernels.workers.pool import Workers, default_threads
+from services.engine.experts.store import Store
+from services.engine.gpu import ledger as vram
+from services.engine.model_config import ModelConfig
+from services.tools import figures, measure
+from services.tools.forecast import decode, first_token, hit_rate, upgrades
+from services.tools.hardware import CARDS, Box, Card, box
+from services.tools.predict import GB, Method, Shape, Token
+from services.tools.ram_ledger import PlanError, RamLedger, RamWanted, ram_ledger
+from services.tools.synthetic_shapes import SUPER, dense_layout
+
+PROMPTS = (40, 512, 2048, 8192)
+OSRELEASE = Path("/proc/sys/kernel/osrelease")
+GIB_IN_GB = 2**30 / GB  # RAM is sold in GiB
+
+
+@dataclass(frozen=True)
+class Range:
+    low: float
+    high: float
+
+    @staticmethod
+    def parse(text: str) -> "Range":
+        """`12` or `7-12`."""
+        low, _, high = text.partition("-")
+        try:
+            found = Range(float(low), float(high or low))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: give a number or a range such as 7-12") from error
+        if not 0 < found.low <= found.high:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected positive numbers, the lower one first")
+        return found
+
+    @property
+    def ends(self) -> tuple[float, ...]:
+        return (self.low,) if self.low == self.high else (self.low, self.high)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--store", type=Path, help="of the model, and the disk to measure (default: 3.5-Super's shape)")
+    parser.add_argument("--gpu", choices=sorted(CARDS), help="a card of the table instead of this machine's")
+    parser.add_argument("--ram", type=float, metavar="GIB", help="RAM as it is sold, instead of this machine's")
+    parser.add_argument("--dram", type=Range.parse, metavar="GB/S", help="what reading RAM gives, such as 60-70")
+    parser.add_argument("--disk", type=Range.parse, metavar="GB/S", help="random 3 MB reads, such as 7-12")
+    parser.add_argument("--cache", type=float, default=0.0, metavar="GB", help="expert slots (default: what fits)")
+    parser.add_argument("--redis", type=float, default=2.0, metavar="GB", help="for snapshots (default 2)")
+    parser.add_argument("--hot-states", type=float, default=1.0, metavar="GB", help="in the engine (default 1)")
+    parser.add_argument("--desktop", type=float, default=4.0, metavar="GB", help="left for everything else (default 4)")
+    parser.add_argument("--no-monitoring", action="store_true", help="without Prometheus and Grafana")
+    parser.add_argument("--wsl2", action="store_true", help="under WSL2, which page-locks at most half of its RAM")
+    parser.add_argument("--sequences", type=int, default=1, help="generated at once (default 1)")
+    parser.add_argument("--context", type=int, default=16384, metavar="TOKENS", help="of each (default 16384)")
+    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure (default: here)")
+    parser.add_argument("--record", type=Path, metavar="CSV", help="append plan.rtx5060_tok_s; needs --gpu rtx5060")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.record and args.gpu != "rtx5060":
+        raise PlanError("--record writes plan.rtx5060_tok_s: give --gpu rtx5060")
+    store = Store.open(args.store) if args.store else None
+    config = store.config if store else SUPER
+    dense = vram.stored_layout(args.store) if args.store else dense_layout(SUPER)
+    shape = shape_of(config, vram.dense_bytes(config, dense))
+    corners = list(boxes(args, shape, config))
+    wsl2 = args.wsl2 or (args.ram is None and "microsoft" in OSRELEASE.read_text().lower())
+    wanted = RamWanted(args.cache, args.redis, args.hot_states, args.desktop, not args.no_monitoring, wsl2)
+    ram = ram_ledger(config, shape.blocks, corners[0].ram_gb, wanted)
+    hits = hit_rate(ram.cache_gb * GB / (shape.blocks * shape.block_bytes))
+    for line in machine_lines(corners):
+        print(line)
+    print(f"\nGraphics memory, {args.sequences} sequences of {args.context} tokens")
+    asked = vram.Wanted(args.sequences, args.context)
+    print(vram.require(config, dense, asked, corners[0].card.vram_mib * vram.MIB))
+    print(f"\nRAM\n{ram}")
+    print(f"\nSettings\n{settings(ram, args)}")
+    print(f"\nA token, {100 * hits:.1f} % of the experts found in RAM (one curve through the published point)")
+    tokens = [(corner, decode(shape, corner, Method.SPLIT, hits)) for corner in corners]
+    for line in token_table(tokens):
+        print(line)
+    print("\nA first token, seconds at the slowest and the fastest of these")
+    for line in first_token_table(shape, corners, ram.cache_gb * GB / (shape.blocks * shape.block_bytes)):
+        print(line)
+    print(f"\nWhat would help, from {tokens[0][1].tok_s:.1f} tok/s")
+    for upgrade in upgrades(shape, corners[0], ram.cache_gb):
+        print(f"  {upgrade.tok_s:6.1f} tok/s  {upgrade.name}")
+    print("\nNot in it: prefetch, heat, other work on the machine, a long context's attention.")
+    if args.record:
+        low, high = tokens[0][1].tok_s, tokens[-1][1].tok_s
+        ends = " to ".join(f"RAM {c.dram_gb_s:g} and disk {c.disk_gb_s:g} GB/s" for c in (corners[0], corners[-1]))
+        given = f"cache {ram.cache_gb:.1f} GB, {100 * hits:.1f} % hits assumed, {ends}"
+        note = f"predicted, not measured: low end; high end {high:.1f}; {given}"
+        figures.append(args.record, "plan.rtx5060_tok_s", low, "tok/s", note)
+    return 0
+
+
+def shape_of(config: ModelConfig, dense_bytes: int) -> Shape:
+    return Shape(
+        dense_bytes=dense_bytes,
+        moe_layers=len(config.moe_layers),
+        experts=config.experts,
+        experts_per_token=config.experts_per_token,
+        latent=config.latent_size,
+        width=config.expert_width,
+        block_bytes=config.block.block_bytes,
+    )
+
+
+def boxes(args: argparse.Namespace, shape: Shape, config: ModelConfig) -> Iterator[Box]:
+    """The machine at both ends of every range, the slowest first."""
+    here = measured(args, shape, config) if None in (args.gpu, args.ram, args.dram, args.disk) else None
+    card = CARDS[args.gpu] if args.gpu else None
+    drams = args.dram.ends if args.dram else (here.dram_gb_s if here else 0.0,)
+    disks = args.disk.ends if args.disk else (here.disk_gb_s if here else 0.0,)
+    ram_gb = args.ram * GIB_IN_GB if args.ram else here.ram_gb if here else 0.0
+    for dram, disk in product(drams, disks):
+        made = box(card, ram_gb, dram, disk) if card else here
+        assert made is not None
+        if here and card and not args.dram:  # this machine's processor with another card
+            made = replace(made, measured=True, cpu_gb_s=here.cpu_gb_s)
+        yield replace(made.with_rates(dram, disk), ram_gb=ram_gb)
+
+
+def measured(args: argparse.Namespace, shape: Shape, config: ModelConfig) -> Box:
+    """This machine. Raises PlanError if there is no card and none was named."""
+    found = None if args.gpu else measure.card()
+    if not args.gpu and found is None:
+        raise PlanError(f"this machine has no CUDA card: name one with --gpu ({', '.join(sorted(CARDS))})")
+    workers = Workers(default_threads())
+    folder = args.store or args.folder
+    if not os.access(folder, os.W_OK):
+        folder = Path(tempfile.gettempdir())
+    blocks, catalog, path = measure.synthetic(folder, config.block)
+    try:
+        disk = 0.0 if args.disk else measure.disk_gb_s(catalog)[0]
+        cpu = measure.cpu_gb_s(workers, catalog, blocks, shape)
+    finally:
+        path.unlink()
+    dram = max(measure.dram_gb_s(workers), cpu)
+    card, vram_gb_s, pcie_gb_s = found or (Card("none", 0, 0, (0, 0), 0), 1.0, 1.0)
+    ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Box(card, ram_bytes / GB, vram_gb_s, pcie_gb_s, cpu, dram, disk, measured=True)
+
+
+def machine_lines(corners: list[Box]) -> list[str]:
+    first, last = corners[0], corners[-1]
+
+    def span(name: str) -> str:
+        low, high = getattr(first, name), getattr(last, name)
+        return f"{low:.1f}" if low == high else f"{low:.1f} to {high:.1f}"
+
+    return [
+        f"{first.card.name}, {first.card.vram_mib} MiB; {first.ram_gb:.1f} GB of RAM; GB/s:",
+        f"  graphics memory {span('vram_gb_s')}, PCIe {span('pcie_gb_s')}, RAM {span('dram_gb_s')}, "
+        f"experts on the processor {span('cpu_gb_s')}, disk {span('disk_gb_s')}",
+    ]
+
+
+def settings(ram: RamLedger, args: argparse.Namespace) -> str:
+    return "\n".join(
+        [
+            f"  THIMBLE_ENGINE_EXPERT_CACHE_GB={ram.cache_gb:.1f}",
+            "  THIMBLE_ENGINE_LOCK_MEMORY=true",
+            f"  THIMBLE_ENGINE_HOT_STATES_GB={args.hot_states:g}",
+            f"  THIMBLE_ENGINE_MAX_SEQUENCES={args.sequences}",
+            f"  THIMBLE_ENGINE_CONTEXT_TOKENS={args.context}",
+            f"  THIMBLE_REDIS_MEMORY={args.redis * 1000:.0f}mb",
+        ]
+    )
+
+
+def token_table(tokens: list[tuple[Box, Token]]) -> Iterator[str]:
+    """One line for each end of the ranges; all parts in milliseconds, their sum is the token."""
+    names = ("dense", "hand-off", "experts", "disk, not hidden")
+    yield "  RAM GB/s  disk GB/s" + "".join(f"{name:>18}" for name in names) + f"{'token ms':>11}{'tok/s':>8}"
+    for machine, token in tokens:
+        parts = (token.dense_ms, token.handoff_ms, token.experts_ms, token.disk_exposed_ms)
+        yield (
+            f"  {machine.dram_gb_s:8.1f}  {machine.disk_gb_s:9.1f}"
+            + "".join(f"{part:18.2f}" for part in parts)
+            + f"{token.total_ms:11.1f}{token.tok_s:8.1f}"
+        )
+
+
+def first_token_table(shape: Shape, corners: list[Box], share: float) -> Iterator[str]:
+    yield (
+        "  tokens   " + "".join(f"{name:>9}" for name in ("disk", "PCIe", "compute", "dense", "in all")) + "    fastest"
+    )
+    for tokens in PROMPTS:
+        slow, fast = (first_token(shape, corner, tokens, share) for corner in (corners[0], corners[-1]))
+        parts = (slow.disk_s, slow.pcie_s, slow.compute_s, slow.dense_s, slow.total_s)
+        yield f"  {tokens:<9}" + "".join(f"{part:9.2f}" for part in parts) + f"{fast.total_s:11.2f}"

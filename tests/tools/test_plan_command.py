@@ -1,0 +1,139 @@
+"""The planner: it gives the published figures from their own constants, and refuses what does not fit."""
+
+import argparse
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from services.tools import plan
+from services.tools.cli import main
+from services.tools.forecast import decode, first_token, hit_rate, upgrades
+from services.tools.hardware import CARDS, PCIE_GB_S, box
+from services.tools.predict import GB, SUPER, Method
+from services.tools.ram_ledger import PlanError, RamWanted, ram_ledger
+from services.tools.synthetic_shapes import SUPER as MODEL
+
+PUBLISHED = box(CARDS["rtx5060"], 34.4, dram_gb_s=65, disk_gb_s=12)  # PCIe 28 GB/s, DDR5, a Gen5 drive
+ALL_GB = SUPER.blocks * SUPER.block_bytes / GB
+
+
+@pytest.mark.parametrize(
+    ("method", "share", "tok_s"),
+    [
+        (Method.COPY, 0.24, 6.6),
+        (Method.GROUPS, 0.24, 7.3),
+        (Method.GROUPS, 0.24, 7.6),
+        (Method.GROUPS, 20 / ALL_GB, 8.2),
+    ],
+    ids=["copy all", "16-groups, low", "16-groups, high", "20 GB cache"],
+)
+def test_the_published_figures(method: Method, share: float, tok_s: float) -> None:
+    """One set of constants for all."""
+    assert decode(SUPER, PUBLISHED, method, hit_rate(share)).tok_s == pytest.approx(tok_s, rel=0.10)
+
+
+def test_the_published_figures_can_be_missed() -> None:
+    """With a link or a disk of another generation, or another hit rate, none would come out."""
+    for changed in (replace(PUBLISHED, pcie_gb_s=PCIE_GB_S[4, 8]), replace(PUBLISHED, disk_gb_s=5)):
+        assert decode(SUPER, changed, Method.COPY, hit_rate(0.24)).tok_s != pytest.approx(6.6, rel=0.10)
+    assert decode(SUPER, PUBLISHED, Method.COPY, 0.6).tok_s != pytest.approx(6.6, rel=0.10)
+
+
+def test_the_published_first_token() -> None:
+    """About 5 s for 40 tokens."""
+    assert first_token(SUPER, PUBLISHED, 40, 20 / ALL_GB, ours=False).total_s == pytest.approx(5.0, rel=0.10)
+
+
+def test_ours_on_that_box() -> None:
+    for dram in (60, 70):
+        for disk in (7, 12):
+            token = decode(SUPER, PUBLISHED.with_rates(dram, disk), Method.SPLIT, hit_rate(20 / ALL_GB))
+            parts = (token.dense_ms, token.handoff_ms, token.experts_ms, token.disk_exposed_ms)
+            assert sum(parts) == pytest.approx(1000 / token.tok_s)
+            assert all(part > 0 for part in parts)
+            assert token.disk_exposed_ms < token.disk_ms
+            assert token.tok_s > 1.5 * 8.2
+
+
+def test_hits() -> None:
+    assert hit_rate(0.24) == pytest.approx(0.825)
+    assert (hit_rate(0.0), hit_rate(1.0), hit_rate(7.0)) == (0.0, 1.0, 1.0)
+    assert hit_rate(0.3) > hit_rate(0.25)
+
+
+def test_uneven_layers_cost_more_than_even_ones() -> None:
+    from services.tools.predict import token
+
+    hits = hit_rate(0.3)
+    uneven = decode(SUPER, PUBLISHED, Method.SPLIT, hits)
+    even = token(SUPER, PUBLISHED.rates, Method.SPLIT, (1 - hits) * 880)
+    assert uneven.disk_ms == pytest.approx(even.disk_ms)
+    assert uneven.disk_exposed_ms > even.disk_exposed_ms
+    assert decode(SUPER, PUBLISHED, Method.COPY, hits).total_ms == pytest.approx(
+        token(SUPER, PUBLISHED.rates, Method.COPY, (1 - hits) * 880).total_ms
+    )
+
+
+def test_what_helps() -> None:
+    """On a slow disk a second one or more RAM, on a fast one with enough RAM something else."""
+    slow = upgrades(SUPER, PUBLISHED.with_rates(70, 2), 16)
+    assert slow[0].name.startswith("34 GB more RAM")
+    assert [upgrade.tok_s for upgrade in slow] == sorted((upgrade.tok_s for upgrade in slow), reverse=True)
+    fast = upgrades(SUPER, PUBLISHED.with_rates(70, 12), 60)
+    assert not fast[0].name.startswith(("34 GB", "a second drive"))
+
+
+def test_the_ram_ledger_adds_up_and_refuses() -> None:
+    ledger = ram_ledger(MODEL, SUPER.blocks, 34.36, RamWanted())
+    assert ledger.total_gb <= 34.36
+    assert ledger.total_gb == pytest.approx(34.36, abs=0.01), "the slots get what is left"
+    assert ledger.cache_gb > 20
+    assert ram_ledger(MODEL, SUPER.blocks, 34.36, RamWanted(cache_gb=20)).cache_gb == pytest.approx(20, abs=0.004)
+    assert ram_ledger(MODEL, SUPER.blocks, 200.0, RamWanted()).cache_gb == pytest.approx(ALL_GB), (
+        "not more than there are"
+    )
+    with pytest.raises(PlanError, match=r"24\.0 GB of expert slots and .* do not fit 34\.4 GB .* lower --cache"):
+        ram_ledger(MODEL, SUPER.blocks, 34.36, RamWanted(cache_gb=24))
+    with pytest.raises(PlanError, match="the least number of expert slots"):
+        ram_ledger(MODEL, SUPER.blocks, 8.6, RamWanted())
+    wsl2 = ram_ledger(MODEL, SUPER.blocks, 34.36, RamWanted(wsl2=True))
+    assert wsl2.cache_gb <= 17.18
+    assert "WSL2 page-locks at most" in str(wsl2)
+    with pytest.raises(PlanError, match=r"20\.0 GB of expert slots"):
+        ram_ledger(MODEL, SUPER.blocks, 34.36, RamWanted(cache_gb=20, wsl2=True))
+
+
+GIVEN = ["plan", "--gpu", "rtx5060", "--ram", "32", "--dram", "60-70", "--disk", "7-12"]
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    assert main([*GIVEN, "--cache", "20", "--record", str(path)]) == 0
+    out = capsys.readouterr().out
+    for word in ("RTX 5060, 8151 MiB", "dense weights", "Redis", "EXPERT_CACHE_GB=20", "a second drive", "tok/s"):
+        assert word in out
+    [row] = csv.DictReader(path.read_text().splitlines())
+    assert row["name"] == "plan.rtx5060_tok_s"
+    assert row["note"].startswith("predicted, not measured")
+    low = decode(SUPER, PUBLISHED.with_rates(60, 7), Method.SPLIT, hit_rate(20 / ALL_GB)).tok_s
+    assert float(row["value"]) == pytest.approx(low, rel=0.02)
+
+
+def test_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GIVEN, "--cache", "30"]) == 1
+    assert "30.0 GB of expert slots" in capsys.readouterr().err
+    assert main([*GIVEN, "--context", "1000000", "--sequences", "4"]) == 1
+    assert "does not fit into 8151 MiB of graphics memory" in capsys.readouterr().err
+    assert main(["plan", "--gpu", "rtx4060", "--record", "x.csv"]) == 1
+    with pytest.raises(SystemExit):
+        main(["plan", "--gpu", "rtx9999"])
+
+
+def test_a_range() -> None:
+    assert plan.Range.parse("7-12").ends == (7.0, 12.0)
+    assert plan.Range.parse("7").ends == (7.0,)
+    for wrong in ("12-7", "x", "0", "-3"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            plan.Range.parse(wrong)
