@@ -1,5 +1,5 @@
-"""A proxy that passes everything on and notes what was asked: one JSON object a line, `path` and `body`. Stands between a
-client and a running api, so that real requests can be looked at and kept."""
+"""A proxy that passes everything on and notes what was asked: one JSON object a line, `path` and `body`. Stands between
+a client and a running api, so that real requests can be looked at and kept."""
 
 import http.client
 import json

@@ -1,5 +1,6 @@
-"""A person's walk through Open WebUI in headless Chromium, against a running api: a chat, a regenerated answer, a chat with the
-thinking model, and a picture if the api takes some. Fails if what is on the page is not right, and takes screenshots.
+"""A person's walk through Open WebUI in headless Chromium, against a running api: a chat, a regenerated answer, a chat
+with the thinking model, and a picture if the api takes some. Fails if what is on the page is not right, and takes
+screenshots.
 
     OPENWEBUI/bin/python tests/e2e/openwebui/walk.py --url http://127.0.0.1:8000
 

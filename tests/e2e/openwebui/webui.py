@@ -1,5 +1,5 @@
-"""Open WebUI as a process of its own, told to stay offline, with an OpenAI connection to the api under test. Owns its settings and
-its life. Runs with the Python that Open WebUI is installed for."""
+"""Open WebUI as a process of its own, told to stay offline, with an OpenAI connection to the api under test. Owns its
+settings and its life. Runs with the Python that Open WebUI is installed for."""
 
 import json
 import os
