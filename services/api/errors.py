@@ -162,6 +162,8 @@ BY_ENGINE_CODE: dict[str, type[ApiError]] = {
     "bad_sampling": InvalidRequest,
     "bad_snapshot_position": EngineFailed,
     "bad_stream": EngineFailed,
+    "bad_picture": InvalidRequest,
+    "picture_gone": QueueFull,  # others' pictures took its place while it waited
     "unsupported": Unsupported,
     "queue_full": QueueFull,
     "cancelled": EngineLost,  # we did not cancel, so the engine is going away

@@ -12,8 +12,10 @@ EngineError
 │   ├── ContextError        prompt and answer do not fit the context
 │   ├── SamplingError       temperature, top_p or max_tokens out of range
 │   ├── PositionError       a snapshot is wanted where there is none
+│   ├── PictureError        a picture that is damaged, too large, or of a kind that is not read
 │   ├── GrammarError        a grammar that is wrong, that nothing fits, or that takes too much
 │   └── StreamError         messages of a stream in an order that the contract does not have
+├── PictureGoneError        a picture's embeddings are not held, or not any more: it must be sent again
 ├── UnsupportedError        declared in the contract, not built
 ├── QueueFullError          as many requests as the engine takes are under way or waiting
 ├── CancelledError          the client has gone
@@ -83,8 +85,16 @@ class GrammarError(RequestError):
     code = "bad_grammar"
 
 
+class PictureError(RequestError):
+    code = "bad_picture"
+
+
 class StreamError(RequestError):
     code = "bad_stream"
+
+
+class PictureGoneError(EngineError):
+    code = "picture_gone"
 
 
 class UnsupportedError(EngineError):

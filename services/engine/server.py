@@ -47,6 +47,8 @@ STATUS: dict[type[EngineError], grpc.StatusCode] = {
     errors.PositionError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.GrammarError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.StreamError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.PictureError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.PictureGoneError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.UnsupportedError: grpc.StatusCode.UNIMPLEMENTED,
     errors.QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.CancelledError: grpc.StatusCode.CANCELLED,
