@@ -26,6 +26,8 @@ from services.engine.scheduler import Scheduler
 from services.engine.snapshots.hot import HotStates
 from services.engine.snapshots.payload import PayloadFormat
 
+SYNTHETIC = "synthetic"
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -45,7 +47,7 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
     say(f"plan: {plan}")
     store.check_dense()
     info = Info(
-        model=config.model_name or served_name(store),
+        model=served_name(store, config.model_name),
         model_fingerprint=store.fingerprint,
         arithmetic_fingerprint=arithmetic_fingerprint(store.fingerprint, path="cpu"),
         vocab_size=store.config.vocab_size,
@@ -64,7 +66,7 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         # What torch still computes is small, and its waiting threads would spin on the cores of the worker pool.
         torch.set_num_threads(1)
         payloads = PayloadFormat(store.config, info.model_fingerprint, info.arithmetic_fingerprint)
-        hot = HotStates(payloads, info.arithmetic_fingerprint, plan.hot_bytes)
+        hot = HotStates(payloads, info.arithmetic_fingerprint, plan.hot_bytes, plan.transit_bytes)
         metrics = Metrics(info, experts, registry)
         pool = PagePool(store.config, plan.pages)
         scheduler = Scheduler(model, pool, hot, metrics, config.max_sequences, config.prefill_chunk_tokens)
@@ -77,6 +79,7 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
     return Parts(info, scheduler, experts, grammars)
 
 
-def served_name(store: Store) -> str:
-    """The checkpoint's folder name, made fit for an HTTP model id."""
-    return re.sub(r"[^!-~]+", "-", str(store.source.get("folder", ""))).strip("-") or "model"
+def served_name(store: Store, chosen: str = "") -> str:
+    """What was chosen, or the checkpoint's folder name made fit for an HTTP model id; random weights are named so."""
+    name = chosen or re.sub(r"[^!-~]+", "-", str(store.source.get("folder", ""))).strip("-") or "model"
+    return f"{SYNTHETIC}-{name}" if store.synthetic and SYNTHETIC not in name else name

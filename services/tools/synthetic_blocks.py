@@ -70,13 +70,16 @@ class SyntheticBlocks:
         return Catalog(path, self.layout, number * self.layout.block_bytes, checksums[number], scales, scales.copy())
 
     def _blocks(self, count: int) -> Iterator[Bytes]:
-        """The first few are made at random, the others are those with their neuron groups rotated."""
-        originals = [self._block(number) for number in range(min(count, DISTINCT))]
-        groups = self.layout.width // GROUP
-        for number in range(count):
-            yield self.layout.rotate_neurons(originals[number % DISTINCT], number // DISTINCT % groups)
+        originals = [self.original(number) for number in range(min(count, DISTINCT))]
+        return (self.block(originals, number) for number in range(count))
 
-    def _block(self, number: int) -> Bytes:
+    def block(self, originals: list[Bytes], number: int) -> Bytes:
+        """The first DISTINCT blocks are made at random, the others are those with their neuron groups rotated."""
+        return self.layout.rotate_neurons(
+            originals[number % DISTINCT], number // DISTINCT % (self.layout.width // GROUP)
+        )
+
+    def original(self, number: int) -> Bytes:
         rng = np.random.default_rng([self.seed, number])
         latent, width = self.layout.latent, self.layout.width
 

@@ -7,6 +7,9 @@
     TEXT_FILES          the tokenizer and template, for the api
 
 Owns the manifest's content and one plain way to read a block. Slots, caches and O_DIRECT are not here.
+
+A store whose source says `synthetic` was made by `thimble synth`, without a model: several experts may be the same
+block of the file there, so that a large model's shape fits a small disk. No other store may do that.
 """
 
 import hashlib
@@ -65,6 +68,18 @@ class Store:
     def experts_path(self) -> Path:
         return self.folder / EXPERTS
 
+    @property
+    def synthetic(self) -> bool:
+        """Random weights: whatever is measured or said with this store must say so."""
+        return self.source.get("synthetic") is True
+
+    @property
+    def physical_blocks(self) -> int:
+        """Blocks in experts.bin: as many as experts, but for a synthetic store."""
+        experts = sum(map(len, self.blocks))
+        said = self.source.get("physical_blocks", experts) if self.synthetic else experts
+        return said if type(said) is int else 0
+
     @staticmethod
     def open(folder: Path) -> "Store":
         """Raises StoreError if the store is missing, incomplete, damaged, or of another version."""
@@ -113,9 +128,12 @@ class Store:
         config, where = self.config, self.folder / MANIFEST
         if layers != config.moe_layers or any(len(layer) != config.experts for layer in self.blocks):
             raise StoreError(f"{where}: its blocks do not match its config; run thimble repack again")
-        size = len(self.blocks) * config.experts * self.layout.block_bytes
+        physical = self.physical_blocks
+        if not 1 <= physical <= len(self.blocks) * config.experts:
+            raise StoreError(f"{where}: {physical} physical blocks; run thimble synth again")
+        size = physical * self.layout.block_bytes
         for number, block in enumerate(block for layer in self.blocks for block in layer):
-            if block.offset != number * self.layout.block_bytes:
+            if block.offset != number % physical * self.layout.block_bytes:
                 raise StoreError(f"{where}: block {number} has offset {block.offset}; run thimble repack again")
         for name, wanted in ((EXPERTS, size), (DENSE, self.dense_file.size_bytes)):
             path = self.folder / name
