@@ -12,8 +12,8 @@ EngineError
 │   ├── ContextError        prompt and answer do not fit the context
 │   ├── SamplingError       temperature, top_p or max_tokens out of range
 │   ├── PositionError       a snapshot is wanted where there is none
-│   ├── PictureError        a picture that is damaged, too large, or of a kind that is not read
 │   ├── GrammarError        a grammar that is wrong, that nothing fits, or that takes too much
+│   ├── PictureError        a picture that is damaged, too large, or of a kind that is not read
 │   └── StreamError         messages of a stream in an order that the contract does not have
 ├── PictureGoneError        a picture's embeddings are not held, or not any more: it must be sent again
 ├── UnsupportedError        declared in the contract, not built
