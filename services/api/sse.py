@@ -3,8 +3,10 @@ as an event. Owns the life of the response: when the client goes away, the sourc
 """
 
 import asyncio
+import contextlib
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,6 +24,8 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no proxy m
 
 T = TypeVar("T")
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: json.dumps makes one a call
+
 
 @dataclass(frozen=True)
 class Wire:
@@ -33,7 +37,7 @@ class Wire:
 
     def lines(self, value: Mapping[str, Any]) -> bytes:
         name = f"event: {value['type']}\n".encode() if self.named else b""
-        return name + b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+        return name + b"data: " + _encode(value).encode() + b"\n\n"
 
 
 OPENAI = Wire(named=False, end=DONE, failure=ApiError.body)
@@ -70,50 +74,57 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        lines = self._lines()
+        lines, quiet = self._lines(), Quiet(send, self._ping_interval_s)
         try:
             async for line in lines:
+                quiet.broken()
                 await send({"type": "http.response.body", "body": line, "more_body": True})
         finally:
+            await quiet.close()
             await lines.aclose()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _lines(self) -> AsyncGenerator[bytes, None]:
-        source = with_pauses(self._source, self._ping_interval_s)
         try:
-            async for value in source:
-                yield PING if value is PAUSE else self._wire.lines(value)
+            async for value in self._source:
+                yield self._wire.lines(value)
             if self._wire.end:
                 yield self._wire.end
         except Exception as error:  # headers are out: the failure has to be told in the stream
             yield self._wire.lines(self._wire.failure(self._on_error(error)))
         finally:
-            await source.aclose()
+            await self._source.aclose()
 
 
-PAUSE = object()
+class Quiet:
+    """Sends a ping whenever nothing else was sent for `interval_s` (0: never). A task beside the stream, so that an
+    event costs no more than a look at the clock. A failure to send is left to the stream to find."""
 
+    def __init__(self, send: Send, interval_s: float) -> None:
+        self._send = send
+        self._interval_s = interval_s
+        self._last = time.monotonic()
+        self._task = asyncio.ensure_future(self._ping()) if interval_s else None
 
-async def with_pauses(source: AsyncGenerator[Any, None], interval_s: float) -> AsyncGenerator[Any, None]:
-    """What `source` yields, and PAUSE whenever it yields nothing for `interval_s` (0: never). Closes the source."""
-    upcoming: asyncio.Future[Any] | None = None
-    try:
-        while True:
-            upcoming = asyncio.ensure_future(anext(source))
-            while not upcoming.done():
-                done, _ = await asyncio.wait({upcoming}, timeout=interval_s or None)
-                if not done:
-                    yield PAUSE
-            try:
-                value = upcoming.result()
-            except StopAsyncIteration:
-                return
-            yield value
-    finally:
-        if upcoming is not None and not upcoming.done():
-            upcoming.cancel()
-            await asyncio.wait({upcoming})
-        await source.aclose()
+    def broken(self) -> None:
+        """Something is being sent."""
+        self._last = time.monotonic()
+
+    async def close(self) -> None:
+        """No ping comes behind this."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def _ping(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                left_s = self._last + self._interval_s - time.monotonic()
+                if left_s > 0:
+                    await asyncio.sleep(left_s)
+                else:
+                    self.broken()
+                    await self._send({"type": "http.response.body", "body": PING, "more_body": True})
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
