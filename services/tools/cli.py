@@ -27,6 +27,7 @@ SUBCOMMANDS = {
     "quantize": Subcommand("services.tools.quantize", "a BF16 checkpoint to the ModelOpt NVFP4/FP8 layout"),
     "repack": Subcommand("services.tools.repack", "a checkpoint to the store that the engine reads"),
     "synth": Subcommand("services.tools.synth", "a store of the real model's shape with random weights, to measure on"),
+    "ballast": Subcommand("services.tools.ballast", "hold a card's memory, so that only so much of it is free"),
     "ledger": Subcommand("services.tools.ledger", "what a model takes of a graphics card's memory, and what fits"),
     "plan": Subcommand("services.tools.plan", "what a machine will do with the model: memory, speed, what would help"),
     "bench": Subcommand("services.tools.bench", "measure a part of the engine on this machine"),
