@@ -22,12 +22,10 @@ constexpr int EXP_TERMS = 11, LOG_TERMS = 10;
 constexpr double EXP_SERIES[EXP_TERMS] = {1.0,         1.0,          1.0 / 2,       1.0 / 6,        1.0 / 24,     1.0 / 120,
                                           1.0 / 720,   1.0 / 5040,   1.0 / 40320,   1.0 / 362880,   1.0 / 3628800};
 
-// e^x, for |x| beyond 200 that of 200.
-THIMBLE_INLINE double exp_of(double x) {
+// e^x, for |x| up to 200. Without a condition in it, so that any compiler can run several side by side.
+THIMBLE_INLINE double exp_within(double x) {
   constexpr double LN_2 = 0.6931471805599453, LOG2_E = 1.0 / LN_2;
   constexpr double WHOLE = 0x1.8p52;  // adding it leaves no bits for a fraction: rounds to the nearest, half to even
-  x = x < -200.0 ? -200.0 : x;
-  x = x > 200.0 ? 200.0 : x;
   const double shifted = x * LOG2_E + WHOLE;
   const double n = shifted - WHOLE;
   const double r = x - n * LN_2;
@@ -39,6 +37,13 @@ THIMBLE_INLINE double exp_of(double x) {
   double power;
   std::memcpy(&power, &bits, 8);
   return series * power;
+}
+
+// e^x, for |x| beyond 200 that of 200.
+THIMBLE_INLINE double exp_of(double x) {
+  x = x < -200.0 ? -200.0 : x;
+  x = x > 200.0 ? 200.0 : x;
+  return exp_within(x);
 }
 
 THIMBLE_INLINE float sigmoid(float x) { return float(1.0 / (exp_of(-double(x)) + 1.0)); }
@@ -54,16 +59,17 @@ THIMBLE_INLINE float softplus(float x) {
 
 // The sum of `count` >= 1 rows of `width` values each, row after row in `rows`; ends in the first row, the others are
 // used up. Folds the upper half of the next power of two onto the lower one until one row is left.
-THIMBLE_INLINE void total_rows(float* rows, int64_t count, int64_t width) {
+template <class Number>
+THIMBLE_INLINE void total_rows(Number* rows, int64_t count, int64_t width) {
   int64_t half = 1;
   while (half < count) half *= 2;
   for (half /= 2; half; half /= 2) {
     const int64_t fold = (count - half) * width;
-    const float* high = rows + half * width;
+    const Number* high = rows + half * width;
     for (int64_t i = 0; i < fold; i++) rows[i] += high[i];
     count = half;
   }
-  for (int64_t i = 0; i < width; i++) rows[i] += 0.0f;
+  for (int64_t i = 0; i < width; i++) rows[i] += Number(0);
 }
 
 THIMBLE_INLINE float total(float* values, int64_t count) {

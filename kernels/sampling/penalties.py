@@ -3,12 +3,14 @@
 Every rule touches the logits of a few ids, each by itself, in float32: results depend on nothing else.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from kernels.elementary.reference import exp, total
+from kernels.sampling.reference import LogitsError
 
 
 def penalise(
@@ -50,10 +52,12 @@ def shift(logits: Tensor, bias: Mapping[int, float], forbidden: Iterable[int]) -
 def logprobs(logits: Tensor, id_: int, top: int) -> tuple[float, Sequence[tuple[int, float]]]:
     """Natural log probability of `id_`, and the `top` most probable ids with theirs, best first (ties: lowest id).
 
-    logits float32 [V] with a finite maximum.
+    logits float32 [V]. Raises LogitsError.
     """
     best = logits.max()
+    if not torch.isfinite(best):
+        raise LogitsError.of(best.item())
     shifted = (logits - best).double()
-    logs = shifted - total(exp(shifted).double(), 0).log()
+    logs = shifted - math.log(total(exp(shifted).double(), 0))
     order = torch.sort(logits, descending=True, stable=True).indices[:top].tolist() if top else []
     return float(logs[id_]), [(other, float(logs[other])) for other in order]

@@ -4,13 +4,11 @@ Owns the counts and the thinking of one sequence; kernels/sampling owns the arit
 special is drawn from the logits as they are. A grammar begins behind the thinking; until then the answer cannot end.
 """
 
-from collections import Counter
-
 import torch
 from torch import Tensor
 
-from kernels.sampling.penalties import logprobs, penalise, shift
-from kernels.sampling.reference import sample
+from kernels.sampling.cpu import Counts, logprobs, penalise, sample
+from kernels.sampling.penalties import shift
 from services.engine.grammar import Matcher
 from services.engine.request import Request, Token
 
@@ -21,8 +19,9 @@ class Choosing:
     def __init__(self, request: Request, matcher: Matcher | None = None) -> None:
         self._request = request
         self._matcher = matcher
-        self._prompt = frozenset(request.ids) if request.repetition_penalty != 1 else frozenset()
-        self._answer: Counter[int] = Counter()
+        repeated = sorted(set(request.ids)) if request.repetition_penalty != 1 else []
+        self._prompt = torch.tensor(repeated, dtype=torch.int32)
+        self._answer = Counts()
         self._chosen = 0
         self._thinking = request.thinking is not None
         self._thinking_must_end = False
@@ -48,7 +47,7 @@ class Choosing:
                 request.min_p,
             )
         self._chosen += 1
-        self._answer[id_] += 1
+        self._answer.add(id_)
         self._follow(id_)
         if request.logprobs is None:
             return Token(id_)
