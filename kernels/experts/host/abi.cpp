@@ -2,6 +2,7 @@
 
 #include "kernels/workers/abi.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <exception>
@@ -98,6 +99,21 @@ THIMBLE_API void thimble_host_prefetch(void* host, int layer, const int32_t* ids
     if (ids[i] >= 0 && ids[i] < h.catalog.experts) keys.push_back(layer * h.catalog.experts + ids[i]);
   h.cache->prefetch(layer, keys.data(), keys.size());
 }
+
+// The blocks in RAM, the longest unused first, into keys[slots]; how many there are.
+THIMBLE_API int thimble_host_resident(void* host, int32_t* keys) {
+  const std::vector<Key> found = host_of(host).cache->resident();
+  std::copy(found.begin(), found.end(), keys);
+  return int(found.size());
+}
+
+// Blocks to read while nothing else is to be read, the longest unused first; all are of this model.
+THIMBLE_API void thimble_host_warm(void* host, const int32_t* keys, int count) {
+  host_of(host).cache->warm(keys, size_t(count));
+}
+
+// Only before anything was asked for.
+THIMBLE_API void thimble_host_shrink(void* host, int slots) { host_of(host).cache->shrink(slots); }
 
 // The names of thimble_host_counters' values, in its order.
 THIMBLE_API const char* thimble_host_counter_names() {

@@ -8,17 +8,21 @@ namespace thimble {
 
 class Arena {
  public:
-  // Throws std::bad_alloc if the address space is refused. With `lock`, asks the system to keep it in RAM; a refusal is
-  // described in *notice and the memory used as it is. Pages are taken when they are first written.
-  Arena(int64_t slots, int64_t block_bytes, bool lock, std::string* notice);
+  // Throws std::bad_alloc if the address space is refused. With `lock`, has the system keep it in RAM, a piece after the
+  // other; where it refuses, the arena is made smaller, or, if even a quarter is refused, used as it is. Both are said in
+  // *notice. Without `lock` pages are taken when they are first written. In huge pages where the system gives them.
+  Arena(int slots, int64_t block_bytes, bool lock, std::string* notice);
   ~Arena();
   Arena(const Arena&) = delete;
 
   uint8_t* slot(int at) const { return start_ + int64_t(at) * block_bytes_; }
+  int slots() const { return slots_; }
+  void shrink(int slots);  // the last ones go back to the system; nobody may use them
 
  private:
   uint8_t* start_;
-  int64_t block_bytes_, bytes_;
+  int slots_;
+  int64_t block_bytes_;
 };
 
 }  // namespace thimble

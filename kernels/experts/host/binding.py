@@ -127,6 +127,9 @@ def _library() -> ctypes.CDLL:
     lib.thimble_host_close.argtypes = (pointer,)
     lib.thimble_host_step.argtypes = (pointer, number, number, number, *arrays, *message)
     lib.thimble_host_prefetch.argtypes = (pointer, number, pointer, number)
+    lib.thimble_host_resident.argtypes = (pointer, pointer)
+    lib.thimble_host_warm.argtypes = (pointer, pointer, number)
+    lib.thimble_host_shrink.argtypes = (pointer, number)
     lib.thimble_host_counter_names.restype = text
     lib.thimble_host_counters.argtypes = (pointer, pointer)
     lib.thimble_host_check.argtypes = (pointer, *message)
@@ -227,6 +230,27 @@ class Host:
         """These experts may be needed soon. Ids that are not of this model are left out."""
         array = np.ascontiguousarray(ids, np.int32)
         _library().thimble_host_prefetch(self._open(), layer, array.ctypes.data, array.size)
+
+    def resident(self) -> npt.NDArray[np.int32]:
+        """The blocks in RAM as layer * experts + expert, the longest unused first."""
+        keys = np.empty(self.catalog.offsets.size, np.int32)
+        return keys[: _library().thimble_host_resident(self._open(), keys.ctypes.data)].copy()
+
+    def warm(self, keys: npt.ArrayLike) -> None:
+        """Read these blocks into free slots while nothing else is to be read: what `resident` said before a restart.
+
+        Raises ValueError on a key that is not of this model.
+        """
+        array = np.ascontiguousarray(keys, np.int32)
+        if array.ndim != 1 or ((array < 0) | (array >= self.catalog.offsets.size)).any():
+            raise ValueError(f"warm: a key is not of this model {self.shape}")
+        _library().thimble_host_warm(self._open(), array.ctypes.data, array.size)
+
+    def shrink(self, slots: int) -> None:
+        """Give the last slots up, for memory that cannot be page-locked; before the first step or hint."""
+        if not 0 < slots <= self.counters()["slots_total"]:
+            raise ValueError(f"shrink: {slots} of {self.counters()['slots_total']} slots")
+        _library().thimble_host_shrink(self._open(), slots)
 
     @property
     def address(self) -> int:

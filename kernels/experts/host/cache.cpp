@@ -29,11 +29,11 @@ Cache::Cache(const Catalog& catalog, const CacheOptions& options)
       options_(options),
       arena_(options.slots, catalog.shape.block_bytes, options.lock_memory, &notice_),
       blocks_(catalog, options.drives),
-      table_(options.slots, catalog.keys(),
-             policy_named(options.policy, {options.slots, catalog.layers, catalog.experts})),
+      table_(arena_.slots(), catalog.keys(),
+             policy_named(options.policy, {arena_.slots(), catalog.layers, catalog.experts})),
       hints_(catalog.layers),
       trial_(options.prefetch),
-      answers_(size_t(options.slots)) {
+      answers_(size_t(arena_.slots())) {
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are the business of the thread that started us
@@ -86,7 +86,7 @@ Cache::Found Cache::demand(Key key, bool alone, Waiter* waiter, int tag, Lease* 
       table_.lease(key, lease, why_);
       if (slot->state == State::ready) return Found::ready;
     } else if (load(key, alone ? Why::demand : why_, lease)) {
-      demands_.push_back({key, *lease, true});
+      demands_.push_back({key, *lease, true, false});
     } else {
       room_waiter_ = waiter;
       return Found::no_room;
@@ -104,7 +104,7 @@ void Cache::demands_made() {
     std::lock_guard<std::mutex> lock(mutex_);
     demanding_ = false;
     hints_from_ = Clock::time_point::min();
-    hinted = may_prefetch();
+    hinted = may_read_ahead();
   }
   if (hinted) work_.notify_all();  // readers that wake for nothing take a core from a worker in the middle of a step
 }
@@ -116,7 +116,7 @@ void Cache::end_step(int64_t waited_ns) {
     in_step_ = demanding_ = hints_stuck_ = false;
     room_waiter_ = nullptr;
     if (why_ == Why::demand) trial_.step(waited_ns);
-    hinted = may_prefetch();
+    hinted = may_read_ahead();
   }
   if (hinted) work_.notify_all();
 }
@@ -147,6 +147,36 @@ void Cache::prefetch(int layer, const Key* keys, size_t count) {
 bool Cache::may_prefetch() const {
   return !hints_.empty() && !demanding_ && !room_waiter_ && !hints_stuck_ && demands_.empty() &&
          reading_ == prefetching_ && prefetching_ < std::max(1, options_.readers - 1);
+}
+
+// Under the lock. Not while a step reads: the last of its blocks would come later.
+bool Cache::may_warm() const {
+  return !warm_.empty() && !demanding_ && !room_waiter_ && demands_.empty() && reading_ == prefetching_ &&
+         prefetching_ < std::max(1, options_.readers - 1);
+}
+
+std::vector<Key> Cache::resident() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return table_.resident();
+}
+
+void Cache::warm(const Key* keys, size_t count) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const size_t most = std::min(count, size_t(table_.size()));
+    warm_order_.assign(keys + (count - most), keys + count);
+    warm_.assign(warm_order_.begin(), warm_order_.end());
+    std::sort(warm_.begin(), warm_.end());
+  }
+  work_.notify_all();
+}
+
+void Cache::shrink(int slots) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  assert(slots > 0 && slots <= table_.size() && table_.free() == table_.size());
+  arena_.shrink(slots);
+  table_ = SlotTable(slots, catalog_.keys(), policy_named(options_.policy, {slots, catalog_.layers, catalog_.experts}));
+  answers_.resize(size_t(slots));
 }
 
 CacheCounts Cache::counts() const {
@@ -205,12 +235,15 @@ bool Cache::next_read(std::unique_lock<std::mutex>& lock, Read* read) {
       demands_.pop_front();
       return true;
     }
-    if (!may_prefetch()) {
-      work_.wait(lock);
-    } else if (hints_from_ > Clock::now()) {
+    const bool hinted = may_prefetch();
+    if (hinted && hints_from_ <= Clock::now()) {
+      if (take_hint(read)) return true;
+    } else if (may_warm()) {
+      if (take_warm(read)) return true;
+    } else if (hinted) {
       work_.wait_until(lock, hints_from_);
-    } else if (take_hint(read)) {
-      return true;
+    } else {
+      work_.wait(lock);
     }
   }
   return false;
@@ -223,31 +256,49 @@ bool Cache::take_hint(Read* read) {
     hints_.pop();
     return false;
   }
-  *read = {key, {}, false};
+  *read = {key, {}, false, false};
   hints_stuck_ = !load(key, Why::prefetch, &read->lease);
   if (!hints_stuck_) hints_.pop();
   return !hints_stuck_;
+}
+
+// The lease is the cache's own, until the block is there. When slots run out the rest is left where it is.
+bool Cache::take_warm(Read* read) {
+  if (!table_.free()) {
+    warm_.clear();
+    if (!warming_) table_.used_before(std::exchange(warm_order_, {}));
+    return false;
+  }
+  const Key key = warm_.front();
+  warm_.pop_front();
+  if (table_.find(key)) return false;
+  *read = {key, {}, false, true};
+  return load(key, Why::warm, &read->lease);
 }
 
 // Called and left with the lock, which is open while the disk is read and while waiters are told.
 void Cache::fill(const Read& read, std::unique_lock<std::mutex>& lock) {
   reading_++;
   prefetching_ += !read.demanded;
+  warming_ += read.warm;
   lock.unlock();
   const std::string error = blocks_.read(read.key, arena_.slot(read.lease.slot));
   if (options_.read_delay_us) std::this_thread::sleep_for(std::chrono::microseconds(options_.read_delay_us));
   lock.lock();
   reading_--;
   prefetching_ -= !read.demanded;
+  warming_ -= read.warm;
   hints_stuck_ = false;
   (read.demanded ? counts_.demand_read_bytes : counts_.prefetch_read_bytes) += catalog_.shape.block_bytes;
   const bool expected = table_.arrived(read.lease, error.empty());
   assert(expected);
   (void)expected;
+  if (read.warm && error.empty()) table_.release(read.lease);
+  if (read.warm && warm_.empty() && !warming_) table_.used_before(std::exchange(warm_order_, {}));
   const Answer answer = std::exchange(answers_[size_t(read.lease.slot)], Answer{});
   // Room can have come about only if nobody leases what arrived.
   Waiter* const waits_for_room = answer.waiter && error.empty() ? nullptr : std::exchange(room_waiter_, nullptr);
-  const bool idle = read.demanded && may_prefetch();
+  const bool idle = read.demanded && may_read_ahead();
   lock.unlock();
   if (idle) work_.notify_all();
   if (answer.waiter) answer.waiter->arrived(answer.tag, error);

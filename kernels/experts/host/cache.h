@@ -79,6 +79,15 @@ class Cache {
   // Blocks of a layer that may be needed soon, the likeliest first.
   void prefetch(int layer, const Key* keys, size_t count);
 
+  // The blocks that are ready, the longest unused first: what an earlier process may leave to a later one's warm(), which
+  // reads them into free slots, in the order of the file, while nothing else is to be read. It evicts nothing. In the end
+  // they count as used in the order given, before all that was used since.
+  std::vector<Key> resident() const;
+  void warm(const Key* keys, size_t count);
+
+  // Before anything was loaded: the last slots are given up.
+  void shrink(int slots);
+
   CacheCounts counts() const;
   SlotCounts slot_counts() const;
   int slots() const { return table_.size(); }
@@ -91,14 +100,17 @@ class Cache {
   struct Read {
     Key key;
     Lease lease;
-    bool demanded;
+    bool demanded, warm;
   };
 
   void stop();
   void read_forever();
   bool next_read(std::unique_lock<std::mutex>&, Read*);
   bool may_prefetch() const;
+  bool may_warm() const;
+  bool may_read_ahead() const { return may_prefetch() || may_warm(); }
   bool take_hint(Read*);
+  bool take_warm(Read*);
   bool load(Key, Why, Lease*);
   void fill(const Read&, std::unique_lock<std::mutex>&);
 
@@ -126,7 +138,10 @@ class Cache {
   bool demanding_ = false;  // between begin_step and demands_made
   bool hints_stuck_ = false;  // the first hint found no slot, and none has become free since
   bool stopping_ = false;
-  int prefetching_ = 0, reading_ = 0;
+  int prefetching_ = 0, reading_ = 0;  // the first: hinted and warm ones
+  std::deque<Key> warm_;           // yet to be read, in the order of the file
+  std::vector<Key> warm_order_;    // all of them, as they were given
+  int warming_ = 0;
   CacheCounts counts_;
   std::vector<std::thread> readers_;
 };

@@ -10,8 +10,9 @@ namespace thimble {
 using Key = int32_t;  // layer * experts of a layer + expert
 constexpr Key NO_KEY = -1;
 
-// A sweep is a step of many tokens, a piece of a prompt: it goes through most of a layer's experts once.
-enum class Why : int { demand, prefetch, sweep };
+// A sweep is a step of many tokens, a piece of a prompt: it goes through most of a layer's experts once. Warm: the block was
+// in RAM before a restart; it only ever gets a free slot.
+enum class Why : int { demand, prefetch, sweep, warm };
 
 class Evictable {
  public:

@@ -1,5 +1,7 @@
 #include "kernels/experts/host/slots.h"
 
+#include <algorithm>
+
 namespace thimble {
 
 SlotTable::SlotTable(int slots, int keys, std::unique_ptr<Policy> policy)
@@ -25,6 +27,7 @@ bool SlotTable::lease(Key key, Lease* lease, Why why) {
   s.leases++;
   counts_.prefetch_useful += s.unproven;
   s.unproven = false;
+  s.used_at = ++clock_;
   policy_->used(slot, why);
   *lease = {slot, s.generation};
   return true;
@@ -51,6 +54,7 @@ bool SlotTable::load(Key key, Why why, Lease* lease, bool* evicted) {
   s.generation++;
   s.leases = why != Why::prefetch;
   s.unproven = why == Why::prefetch;
+  s.used_at = why == Why::demand || why == Why::sweep ? ++clock_ : 0;
   counts_.prefetch_issued += why == Why::prefetch;
   of_key_[size_t(key)] = slot;
   policy_->loaded(slot, key, why);
@@ -75,6 +79,28 @@ bool SlotTable::release(const Lease& lease) {
   if (!s || s->leases == 0) return false;
   s->leases--;
   return true;
+}
+
+std::vector<Key> SlotTable::resident() const {
+  std::vector<Key> keys;
+  for (const Slot& slot : slots_)
+    if (slot.state == State::ready) keys.push_back(slot.key);
+  const auto used_at = [&](Key key) { return at(of_key_[size_t(key)]).used_at; };
+  std::sort(keys.begin(), keys.end(), [&](Key a, Key b) { return used_at(a) < used_at(b); });
+  return keys;
+}
+
+void SlotTable::used_before(const std::vector<Key>& first) {
+  std::vector<Key> order;
+  for (const Key key : first)
+    if (const Slot* slot = find(key); slot && slot->state == State::ready && slot->used_at == 0) order.push_back(key);
+  for (const Key key : resident())
+    if (find(key)->used_at) order.push_back(key);
+  for (const Key key : order) {
+    const int slot = of_key_[size_t(key)];
+    slots_[size_t(slot)].used_at = ++clock_;
+    policy_->used(slot, Why::demand);
+  }
 }
 
 std::string SlotTable::check() const {

@@ -26,6 +26,7 @@ struct Slot {
   uint32_t generation = 0;
   int leases = 0;
   bool unproven = false;  // loaded by prefetch and not named by the router since
+  uint64_t used_at = 0;   // on the table's clock of leases; 0: not since it was loaded
 };
 
 struct Lease {
@@ -45,6 +46,7 @@ class SlotTable final : private Evictable {
   const Slot& at(int slot) const { return slots_[size_t(slot)]; }
   int size() const { return int(slots_.size()); }
   int used() const;
+  int free() const { return int(free_.size()); }
   const SlotCounts& counts() const { return counts_; }
 
   // Takes a lease of a block that is here or on its way. False if it is neither.
@@ -57,6 +59,11 @@ class SlotTable final : private Evictable {
   bool arrived(const Lease&, bool ok);
   // False if the lease is not of this life of the slot, or none is out.
   bool release(const Lease&);
+
+  // The ready blocks, the longest unused first.
+  std::vector<Key> resident() const;
+  // These ready blocks, given the longest unused first, count as used before all that were used since they were loaded.
+  void used_before(const std::vector<Key>&);
 
   // What is wrong with the table, empty if nothing is: every invariant that the comment above promises.
   std::string check() const;
@@ -74,6 +81,7 @@ class SlotTable final : private Evictable {
   std::vector<int> free_;
   std::unique_ptr<Policy> policy_;
   SlotCounts counts_;
+  uint64_t clock_ = 0;
 };
 
 }  // namespace thimble
