@@ -32,8 +32,11 @@ from kernels.block import GROUP, BlockLayout, Bytes
 from services.engine.checkpoint import Checkpoint, weight_files
 from services.engine.errors import CheckpointError, DiskError
 from services.engine.experts import store as layout
-from services.engine.experts.store import Block, Store
+from services.engine.experts.store import Block, Store, VisionFile
+from services.engine.model_config import read_config
 from services.engine.tensorfile import write_file
+from services.engine.vision import weights as vision_weights
+from services.engine.vision.config import read_vision_config
 from services.engine.weights import check_scale, expert_name, linear_parts
 from services.tools import disk_speed, figures, repack_check, repack_dense
 from services.tools.progress import Progress
@@ -71,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     store = repack(args.checkpoint, args.store, replace=args.replace, dense=args.dense, say=print)
     seconds = time.monotonic() - start
     size = store.experts_path.stat().st_size + store.dense_file.size_bytes
+    size += store.vision_file.size_bytes if store.vision_file else 0
     print(f"{args.store}: {size / 1e9:.2f} GB, model {store.fingerprint}, {seconds:.1f} s")
     if args.verify:
         compared = repack_check.check(args.checkpoint, args.store, args.verify)
@@ -141,7 +145,7 @@ def _make(
     if blocks:
         say(f"{folder}: going on after {len(blocks)} blocks")
     _check_space(source, folder, len(blocks))
-    counts = {"multi-token-prediction": len(source.mtp), "vision": len(source.vision), "sound": source.sound_tensors}
+    counts = {"multi-token-prediction": len(source.mtp), "sound": source.sound_tensors}
     for what, count in counts.items():
         if count:
             say(f"{count} {what} tensors are left out of the store")
@@ -149,6 +153,7 @@ def _make(
     if dense == "fp8":
         say(f"--dense fp8 changes the weights: {len(repack_dense.rounded(source))} linears are rounded to FP8")
     dense_file = repack_dense.write(source, folder / layout.DENSE, dense)
+    vision_file = _write_vision(source, folder)
     absent = [name for name in layout.TEXT_FILES if not (source.folder / name).exists()]
     if absent:
         say(f"note: the checkpoint has no {', '.join(absent)}; the api cannot serve a store without them")
@@ -163,14 +168,26 @@ def _make(
         "dense": dense,
     }
     unfinished = folder / f"{layout.MANIFEST}.part"
-    write_file(unfinished, [layout.manifest_bytes(source.config, by_layer, dense_file, described)])
+    write_file(unfinished, [layout.manifest_bytes(source.config, by_layer, dense_file, described, vision_file)])
     os.replace(unfinished, folder / layout.MANIFEST)
     _flush_folder(folder)
+
+
+def _write_vision(source: Checkpoint, folder: Path) -> VisionFile | None:
+    """The vision side, if the model has one, as it is: pictures are read with the weights that were trained."""
+    if not source.vision:
+        (folder / layout.VISION).unlink(missing_ok=True)
+        return None
+    shapes = {name: tensor.shape for name, tensor in source.vision.items()}
+    config = read_vision_config(source.folder, read_config(source.folder), shapes)
+    return VisionFile(*vision_weights.write(source.vision, folder / layout.VISION), config)
 
 
 def _source_key(source: Checkpoint, dense: Dense) -> str:
     """Changes when a file of the checkpoint does, or what is done with it; cheap enough for 80 GB."""
     digest = hashlib.sha256(dense.encode() + json.dumps(source.config.to_json(), sort_keys=True).encode())
+    if source.vision:
+        digest.update(b"with vision")  # stores made before pictures were read are of the same files, but lack it
     for path in weight_files(source.folder):
         status = path.stat()
         digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
@@ -181,7 +198,8 @@ def _check_space(source: Checkpoint, folder: Path, blocks_there: int) -> None:
     config = source.config
     experts = (len(config.moe_layers) * config.experts - blocks_there) * config.block.block_bytes
     dense = sum(source.tensors[name].size_bytes for name in repack_dense.names(source))
-    needed, free = experts + dense + _SPARE_BYTES, shutil.disk_usage(folder).free
+    vision = sum(part.size_bytes for tensor in source.vision.values() for part in tensor.parts)
+    needed, free = experts + dense + vision + _SPARE_BYTES, shutil.disk_usage(folder).free
     if free < needed:
         raise DiskError(
             f"{folder}: {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free; free space or choose another folder"

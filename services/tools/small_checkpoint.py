@@ -114,8 +114,7 @@ def write(
             "model_type": "nemotron_h_omni",
             "llm_config": language_config,
             "sound_config": None,
-            "vision_config": {"patch_size": 2},
-            "projector_hidden_size": small_vision.PROJECTOR,
+            **small_vision.CONFIG,
         }
         # As newer exports do: all experts of a layer under one name, what is left alone under wildcards.
         merged = {re.sub(r"\.experts\.\d+\..*", ".experts", name): entry for name, entry in quantised.items()}

@@ -1,15 +1,25 @@
-"""The vision tensors of a small random checkpoint, in both layouts that 3.5-Super-VL's checkpoints have.
+"""The vision side of a small random checkpoint, in both layouts that 3.5-Super-VL's checkpoints have.
 
-Both layouts of one seed hold the same tower of two blocks and the same projector.
+Both layouts of one seed hold the same tower of two blocks and the same projector. Patches are 2 x 2 pixels.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 Layout = Literal["original", "export"]
 WIDTH, PATCH, INNER, PROJECTOR, BLOCKS = 16, 12, 32, 48, 2
+CONFIG: dict[str, Any] = {
+    "projector_hidden_size": PROJECTOR,
+    "downsample_ratio": 0.5,
+    "ps_version": "v2",
+    "vision_config": {
+        "patch_size": 2,
+        "num_attention_heads": 2,
+        "args": {"min_num_patches": 16, "max_num_patches": 208},
+    },
+}
 
 
 def tensors(layout: Layout, hidden: int, seed: int = 0) -> dict[str, Tensor]:
@@ -17,7 +27,9 @@ def tensors(layout: Layout, hidden: int, seed: int = 0) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(seed + 2)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random).to(torch.bfloat16)
+        """Linears about as large as trained ones; all else about 1."""
+        spread = shape[-1] ** -0.5 if len(shape) == 2 else 1.0
+        return (torch.randn(shape, generator=random) * spread).to(torch.bfloat16)
 
     body, export = "vision_model.radio_model.model.", layout == "export"
     generator = "vision_model.embeddings." if export else body + "patch_generator."

@@ -4,6 +4,7 @@
                         in experts.bin, its XXH64, and the two per-tensor scales that are not in the block
     experts.bin         one block per (MoE layer, expert), laid out by kernels/block.py, page aligned
     dense.safetensors   every other tensor in the checkpoint's own formats, under canonical names
+    vision.safetensors  the vision side, where the model has one; see vision/weights.py
     TEXT_FILES          the tokenizer and template, for the api
 
 Owns the manifest's content and one plain way to read a block. Slots, caches and O_DIRECT are not here.
@@ -25,6 +26,8 @@ from kernels.block import BlockLayout, Bytes
 from services.engine.errors import CheckpointError, StoreError
 from services.engine.model_config import ModelConfig
 from services.engine.tensorfile import read_header
+from services.engine.vision.config import VisionConfig
+from services.engine.vision.weights import VisionWeights
 from services.engine.weights import DenseWeights
 
 FORMAT = "thimble-store"
@@ -32,6 +35,7 @@ VERSION = 1
 MANIFEST = "manifest.json"
 EXPERTS = "experts.bin"
 DENSE = "dense.safetensors"
+VISION = "vision.safetensors"
 JOURNAL = "repack.journal"  # there while the store is being made
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
@@ -53,6 +57,13 @@ class DenseFile:
 
 
 @dataclass(frozen=True)
+class VisionFile:
+    size_bytes: int
+    xxh64: int
+    config: VisionConfig
+
+
+@dataclass(frozen=True)
 class Store:
     """`blocks[i][e]`: expert e of the i-th MoE layer. Nothing but the manifest is kept in memory."""
 
@@ -63,6 +74,7 @@ class Store:
     dense_file: DenseFile
     source: dict[str, Any]  # where it was made from; for people
     fingerprint: str  # hex; of the config and every weight
+    vision_file: VisionFile | None = None
 
     @property
     def experts_path(self) -> Path:
@@ -89,7 +101,10 @@ class Store:
             blocks = tuple(tuple(parse_block(record) for record in layer["blocks"]) for layer in manifest["layers"])
             layers = tuple(layer["layer"] for layer in manifest["layers"])
             dense = DenseFile(int(manifest["dense"]["size_bytes"]), int(manifest["dense"]["xxh64"], 16))
-            store = Store(folder, config, config.block, blocks, dense, manifest["source"], manifest["fingerprint"])
+            vision = _vision_file(manifest["vision"]) if "vision" in manifest else None
+            store = Store(
+                folder, config, config.block, blocks, dense, manifest["source"], manifest["fingerprint"], vision
+            )
         except (KeyError, TypeError, ValueError, CheckpointError) as error:
             raise StoreError(f"{folder / MANIFEST}: damaged ({error!r}); run thimble repack again") from error
         store._check(layers)
@@ -115,14 +130,26 @@ class Store:
         except CheckpointError as error:
             raise StoreError(f"{error}; the store is damaged, run thimble repack again") from error
 
+    def vision(self) -> VisionWeights | None:
+        """The vision side, read when asked for; None if the model has none. Raises StoreError."""
+        if self.vision_file is None:
+            return None
+        try:
+            return VisionWeights(self.folder / VISION, self.vision_file.config)
+        except CheckpointError as error:
+            raise StoreError(f"{error}; the store is damaged, run thimble repack again") from error
+
     def check_dense(self) -> None:
-        """Read the dense file through and compare its checksum. Raises StoreError."""
-        digest = xxhash.xxh64()
-        with (self.folder / DENSE).open("rb") as file:
-            while piece := file.read(16 << 20):
-                digest.update(piece)
-        if digest.intdigest() != self.dense_file.xxh64:
-            raise StoreError(f"{self.folder / DENSE}: the checksum does not match; run thimble repack again")
+        """Read all but the experts through and compare checksums. Raises StoreError."""
+        for name, file in ((DENSE, self.dense_file), (VISION, self.vision_file)):
+            if file is None:
+                continue
+            digest = xxhash.xxh64()
+            with (self.folder / name).open("rb") as stream:
+                while piece := stream.read(16 << 20):
+                    digest.update(piece)
+            if digest.intdigest() != file.xxh64:
+                raise StoreError(f"{self.folder / name}: the checksum does not match; run thimble repack again")
 
     def _check(self, layers: tuple[int, ...]) -> None:
         config, where = self.config, self.folder / MANIFEST
@@ -135,26 +162,34 @@ class Store:
         for number, block in enumerate(block for layer in self.blocks for block in layer):
             if block.offset != number % physical * self.layout.block_bytes:
                 raise StoreError(f"{where}: block {number} has offset {block.offset}; run thimble repack again")
-        for name, wanted in ((EXPERTS, size), (DENSE, self.dense_file.size_bytes)):
+        sizes = [(EXPERTS, size), (DENSE, self.dense_file.size_bytes)]
+        for name, wanted in [*sizes, (VISION, self.vision_file.size_bytes)] if self.vision_file else sizes:
             path = self.folder / name
             found = path.stat().st_size if path.exists() else None
             if found != wanted:
                 state = "missing" if found is None else f"truncated or replaced: {found} of {wanted} bytes"
                 raise StoreError(f"{path}: {state}; run thimble repack again")
-        if self.fingerprint != fingerprint(config, self.blocks, self.dense_file):
+        if self.fingerprint != fingerprint(config, self.blocks, self.dense_file, self.vision_file):
             raise StoreError(f"{where}: the fingerprint does not match its content; run thimble repack again")
 
 
-def manifest_bytes(config: ModelConfig, blocks: list[list[Block]], dense: DenseFile, source: dict[str, Any]) -> bytes:
+def manifest_bytes(
+    config: ModelConfig,
+    blocks: list[list[Block]],
+    dense: DenseFile,
+    source: dict[str, Any],
+    vision: VisionFile | None = None,
+) -> bytes:
     """The content of manifest.json for a finished store."""
     return json.dumps(
         {
             "format": FORMAT,
             "version": VERSION,
-            "fingerprint": fingerprint(config, blocks, dense),
+            "fingerprint": fingerprint(config, blocks, dense, vision),
             "source": source,
             "config": config.to_json(),
             "dense": {"size_bytes": dense.size_bytes, "xxh64": f"{dense.xxh64:016x}"},
+            **({"vision": _vision_record(vision)} if vision else {}),
             "layers": [
                 {"layer": layer, "blocks": [block_record(block) for block in layer_blocks]}
                 for layer, layer_blocks in zip(config.moe_layers, blocks, strict=True)
@@ -183,14 +218,25 @@ def parse_block(record: dict[str, Any]) -> Block:
     return Block(int(record["offset"]), int(record["xxh64"], 16), *scales)
 
 
-def fingerprint(config: ModelConfig, blocks: Any, dense: DenseFile) -> str:
-    """Names the model: 32 hex digits over config, every block's checksum and scales, and the dense file's checksum."""
+def fingerprint(config: ModelConfig, blocks: Any, dense: DenseFile, vision: VisionFile | None = None) -> str:
+    """Names the model: 32 hex digits over config, every block's checksum and scales, and the other files' checksums."""
     digest = hashlib.sha256(json.dumps(config.to_json(), sort_keys=True).encode())
     for layer in blocks:
         for block in layer:
             digest.update(json.dumps(block_record(block), sort_keys=True).encode())
     digest.update(f"{dense.size_bytes} {dense.xxh64:016x}".encode())
+    if vision is not None:
+        digest.update(json.dumps(_vision_record(vision), sort_keys=True).encode())
     return digest.hexdigest()[:32]
+
+
+def _vision_record(vision: VisionFile) -> dict[str, Any]:
+    return {"size_bytes": vision.size_bytes, "xxh64": f"{vision.xxh64:016x}", "config": vision.config.to_json()}
+
+
+def _vision_file(record: dict[str, Any]) -> VisionFile:
+    config = VisionConfig.from_json(record["config"])
+    return VisionFile(int(record["size_bytes"]), int(record["xxh64"], 16), config)
 
 
 def check_scale_codes(layout: BlockLayout, block: Bytes, where: str) -> None:

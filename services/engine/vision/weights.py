@@ -18,12 +18,19 @@ from services.engine.weights import check_values
 
 _SLICE = 5120  # of the projector's hidden width
 _IN_BLOCK = ("norm1", "qkv", "proj", "norm2", "fc1", "fc2")
-UNUSED = ("video_embedder",)
+_UNUSED = ("video_embedder",)
 
 
 def write(tensors: Mapping[str, VisionTensor], path: Path) -> tuple[int, int]:
-    """Size and XXH64 of the file. Raises CheckpointError that names a tensor with a value that is not finite."""
-    kept = {name: tensor for name, tensor in tensors.items() if name not in UNUSED}
+    """Size and XXH64 of the file. Raises CheckpointError that names a tensor with a value that is not finite.
+
+    Layer scales of 1, which some exports write out, are left out: both layouts of a checkpoint give the same file.
+    """
+    kept = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name not in _UNUSED and not ("layer_scale" in name and bool((tensor.read() == 1).all()))
+    }
     start, order = header_bytes({name: (tensor.parts[0].dtype, tensor.shape) for name, tensor in kept.items()})
 
     def pieces() -> Iterator[bytes]:
