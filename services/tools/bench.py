@@ -4,12 +4,14 @@ import argparse
 import importlib
 
 BENCHMARKS = {
+    "api": ("services.tools.bench_api", "what the api adds to a streamed token, and what idle streams cost"),
     "arithmetic": ("services.tools.bench_arithmetic", "the error of the experts' 16-bit inputs, beside 8 bits"),
     "experts-cpu": (
         "services.tools.bench_experts_cpu",
         "the routed experts on the processor, every instruction set it has",
     ),
     "experts": ("services.tools.bench_experts", "a layer's routed experts on GPU and CPU, every placement in one run"),
+    "sampling": ("services.tools.bench_sampling", "from logits to an id, beside the definition"),
     "dense": ("services.tools.bench_dense", "every dense kernel of a decoded token on the GPU, against its bytes"),
 }
 
