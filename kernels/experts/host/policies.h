@@ -9,6 +9,5 @@ std::unique_ptr<Policy> make_decay(PolicySizes, double lookups_per_slot);  // po
 std::unique_ptr<Policy> make_s3fifo(PolicySizes);                         // policy_queues.cpp
 std::unique_ptr<Policy> make_sieve(PolicySizes);
 std::unique_ptr<Policy> make_quota(PolicySizes);                            // policy_quota.cpp
-std::unique_ptr<Policy> make_guard(std::unique_ptr<Policy>, PolicySizes);  // admission.cpp
 
 }  // namespace thimble

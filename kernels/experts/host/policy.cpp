@@ -24,19 +24,13 @@ class Lru : public Policy {
   SlotLists order_;
 };
 
-constexpr char GUARDED[] = "guarded-";
-
 }  // namespace
 
 std::unique_ptr<Policy> make_policy(const char* name, PolicySizes sizes) {
   if (!std::strcmp(name, "shipped")) name = SHIPPED_POLICY;
-  if (!std::strncmp(name, GUARDED, sizeof GUARDED - 1)) {
-    auto inner = make_policy(name + sizeof GUARDED - 1, sizes);
-    return inner ? make_guard(std::move(inner), sizes) : nullptr;
-  }
   if (!std::strcmp(name, "lru")) return std::make_unique<Lru>(sizes.slots);
   if (!std::strcmp(name, "lfu")) return make_decay(sizes, 64);
-  if (!std::strcmp(name, "lrfu")) return make_decay(sizes, 4);
+  if (!std::strcmp(name, "lrfu")) return make_decay(sizes, 1);
   if (!std::strcmp(name, "s3fifo")) return make_s3fifo(sizes);
   if (!std::strcmp(name, "sieve")) return make_sieve(sizes);
   if (!std::strcmp(name, "quota")) return make_quota(sizes);

@@ -41,15 +41,14 @@ struct PolicySizes {
 // By name, null if there is none such:
 //   lru        least recently used
 //   lfu        least often used, counts halve within 64 lookups a slot and outlive eviction (policy_decay.cpp)
-//   lrfu       the same within 4 lookups a slot: recency and frequency in one number
+//   lrfu       the same within one lookup a slot: recency and frequency in one number
 //   s3fifo     three queues: new, proven, and a ghost of the evicted (policy_queues.cpp)
 //   sieve      one queue with a hand and a mark
 //   quota      least recently used, but every layer keeps an equal share (policy_quota.cpp)
 //   shipped    what the engine runs
-// With "guarded-" before a name, admission.h keeps sweeps and prefetched blocks from pushing out the rest.
 std::unique_ptr<Policy> make_policy(const char* name, PolicySizes);
 
 // tests/bench/results/LOG.md says why.
-constexpr const char* SHIPPED_POLICY = "guarded-lru";
+constexpr const char* SHIPPED_POLICY = "s3fifo";
 
 }  // namespace thimble

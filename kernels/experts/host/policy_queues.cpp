@@ -1,4 +1,10 @@
 // Queues in which a use only leaves a mark: S3-FIFO (Yang et al., SOSP 2023) and SIEVE (Zhang et al., NSDI 2024).
+//
+// New blocks of S3-FIFO stand in a small queue, those used again there or remembered from lately in the main one. So what a
+// sweep brings, or a wrong guess, passes through the small queue. Two changes of ours: one use is enough to be kept, since
+// experts come back within a few tokens or not for long; and a sweep in need of room takes its own newest block, because it
+// will come through the layers again with the next piece of the prompt and meet the oldest first, and waits rather than
+// taking the main queue's.
 
 #include <algorithm>
 #include <deque>
@@ -9,11 +15,10 @@
 namespace thimble {
 namespace {
 
-// New blocks stand in a small queue; those used again there, or remembered from lately, go to the main one.
 class S3Fifo : public Policy {
  public:
   explicit S3Fifo(PolicySizes sizes)
-      : small_most_(std::max(1, sizes.slots / 10)), ghosts_most_(size_t(sizes.slots)), queues_(sizes.slots, 2),
+      : small_most_(std::max(sizes.slots / 10, std::max(1, std::min(16, sizes.slots / 2)))), ghosts_most_(size_t(sizes.slots)), queues_(sizes.slots, 2),
         uses_(size_t(sizes.slots)), key_(size_t(sizes.slots)), ghost_(size_t(sizes.keys())) {}
 
   void loaded(int slot, Key key, Why) override {
@@ -27,11 +32,17 @@ class S3Fifo : public Policy {
     queues_.remove(slot);
   }
 
-  int victim(const Evictable& slots, Key, Why) override {
-    const int first = queues_.size(SMALL) >= small_most_ ? SMALL : MAIN;
-    const int slot = first == SMALL ? of_small(slots) : of_main(slots);
-    if (slot >= 0) return slot;
-    return first == SMALL ? of_main(slots) : of_small(slots);
+  int victim(const Evictable& slots, Key, Why why) override {
+    if (queues_.size(SMALL) >= small_most_) {
+      if (why == Why::sweep) {
+        const int newest = queues_.newest(SMALL, slots);
+        if (newest < 0 || uses_[size_t(newest)] == 0) return newest;
+      }
+      const int oldest = of_small(slots);
+      if (oldest >= 0) return oldest;
+    }
+    const int proven = of_main(slots);
+    return proven >= 0 ? proven : of_small(slots);
   }
 
  private:
@@ -40,7 +51,7 @@ class S3Fifo : public Policy {
   int of_small(const Evictable& slots) {
     for (int slot = queues_.after(queues_.end(SMALL)), next; slot != queues_.end(SMALL); slot = next) {
       next = queues_.after(slot);
-      if (uses_[size_t(slot)] > 1) {
+      if (uses_[size_t(slot)] > 0) {
         queues_.remove(slot);
         queues_.append(MAIN, slot);
         uses_[size_t(slot)] = 0;

@@ -131,7 +131,8 @@ class Replay {
       distinct_.begin();
       for (int rank = 0; rank < options_.width; rank++)
         for (int64_t row = trace_.first[step]; row < trace_.first[step + 1]; row++)
-          distinct_.add(layer * trace_.experts + trace_.guesses[ahead][row * trace_.top_k + rank]);
+          if (const int id = trace_.guesses[ahead][row * trace_.top_k + rank]; id >= 0)
+            distinct_.add(layer * trace_.experts + id);
       hints_.set(layer, distinct_.keys.data(), distinct_.keys.size());
     }
   }

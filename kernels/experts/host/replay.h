@@ -18,7 +18,7 @@ struct ReplayTrace {
   const int32_t* layer;  // [steps]
   const int64_t* first;  // [steps + 1]: a step's first row
   const int32_t* ids;    // [rows, top_k] in router rank
-  // What was guessed at a step, by score, for the following layers: [rows, top_k], or null.
+  // What was guessed at a step, by score, for the following layers: [rows, top_k], -1: nothing; or null.
   const int32_t* guesses[MOST_AHEAD];
 };
 

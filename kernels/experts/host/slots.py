@@ -68,7 +68,7 @@ class SlotTable:
         return _lease(out) if self._lib.thimble_slots_lease(self._handle, key, int(why), _pointer(out)) else None
 
     def load(self, key: int, why: Why) -> Lease | None:
-        """A slot to load the block into, leased unless for prefetch; None if the block is here or no slot can be had."""
+        """A slot for the block, leased unless for prefetch; None if the block is here or no slot can be had."""
         out = np.zeros(2, np.int64)
         return _lease(out) if self._lib.thimble_slots_load(self._handle, key, int(why), _pointer(out)) else None
 

@@ -1,0 +1,141 @@
+"""Routing replayed through the host library's own policies (replay.cpp). Owns the arrays on their way, no decision."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.workers.pool import native
+
+MOST_AHEAD = 2
+POLICIES = ("lru", "lfu", "lrfu", "s3fifo", "sieve", "quota")
+SHIPPED = "shipped"  # whichever of them the engine runs
+OPTIMUM = "belady"  # knows the future: for comparison only
+PREFETCH = ("off", "on", "auto")  # the numbers of trial.h's Prefetching
+
+Ids = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which experts were named when: `ids` [rows, k] of all steps one after the other, in router rank.
+
+    Step s is MoE layer `layer[s]` for the tokens of rows `first[s]` to `first[s + 1]`. `guesses[a]` [rows, k] is what
+    was guessed there for the layer a + 1 further on, by score, -1 for none.
+    """
+
+    layers: int
+    experts: int
+    layer: npt.NDArray[np.int32]
+    first: npt.NDArray[np.int64]
+    ids: Ids
+    guesses: tuple[Ids, ...] = ()
+
+    def __post_init__(self) -> None:
+        steps, rows = len(self.layer), len(self.ids)
+        if (
+            self.first.shape != (steps + 1,)
+            or self.first[0] != 0
+            or self.first[-1] != rows
+            or (np.diff(self.first) < 1).any()
+        ):
+            raise ValueError("routing: `first` does not divide the rows into steps")
+        if steps and (self.layer.min() < 0 or self.layer.max() >= self.layers):
+            raise ValueError("routing: a layer that there is not")
+        if rows and (self.ids.min() < 0 or self.ids.max() >= self.experts):
+            raise ValueError("routing: an expert that there is not")
+        if len(self.guesses) > MOST_AHEAD:
+            raise ValueError(f"routing: guesses for at most {MOST_AHEAD} layers")
+        for guess in self.guesses:
+            if guess.shape != self.ids.shape or (rows and guess.max() >= self.experts):
+                raise ValueError("routing: guesses that do not fit")
+
+    @property
+    def rows_of_step(self) -> npt.NDArray[np.int64]:
+        return np.diff(self.first)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What a layer costs, as services/tools/predict.py's Layer has it. `in_flight` prefetches at once."""
+
+    gap_ns: float = 1e6
+    expert_ns: float = 30e3
+    read_ns: float = 400e3
+    overlapped: bool = True
+    prefetch: str = "off"
+    width: int = 1 << 20  # guesses of a token for a layer; at most k
+    in_flight: int = 3
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of a replay. Lookups are distinct experts of a step; reads those that were neither there nor on their way."""
+
+    decode_lookups: int
+    decode_hits: int
+    decode_reads: int
+    sweep_lookups: int
+    sweep_hits: int
+    sweep_reads: int
+    prefetch_issued: int
+    prefetch_useful: int
+    prefetch_wasted: int
+    evictions: int
+    decode_ns: int
+    decode_waited_ns: int
+    sweep_ns: int
+
+
+class _Trace(ctypes.Structure):
+    _fields_ = (
+        ("layers", ctypes.c_int),
+        ("experts", ctypes.c_int),
+        ("top_k", ctypes.c_int),
+        ("steps", ctypes.c_int64),
+        ("layer", ctypes.c_void_p),
+        ("first", ctypes.c_void_p),
+        ("ids", ctypes.c_void_p),
+        ("guesses", ctypes.c_void_p * MOST_AHEAD),
+    )
+
+
+class _Options(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_double) for name in ("gap_ns", "expert_ns", "read_ns")),
+        *((name, ctypes.c_int) for name in ("overlapped", "prefetch", "width", "in_flight")),
+    )
+
+
+def replay(routing: Routing, policy: str, slots: Sequence[int], clock: Clock | None = None) -> list[Counts]:
+    """One result for each number of slots. Raises ValueError if there is no such policy."""
+    clock = clock or Clock()
+    if not slots or min(slots) < 1 or clock.in_flight < 1:
+        raise ValueError("replay: at least one slot and one read in flight")
+    arrays: list[npt.NDArray[Any]] = [np.ascontiguousarray(routing.layer, np.int32)]
+    arrays.append(np.ascontiguousarray(routing.first, np.int64))
+    arrays += [np.ascontiguousarray(ids, np.int32) for ids in (routing.ids, *routing.guesses)]
+    layer, first, ids, *guesses = (int(array.ctypes.data) for array in arrays)
+    top_k = routing.ids.shape[1]
+    pointers = (ctypes.c_void_p * MOST_AHEAD)(*guesses)
+    trace = _Trace(routing.layers, routing.experts, top_k, len(routing.layer), layer, first, ids, pointers)
+    options = _Options(
+        *(clock.gap_ns, clock.expert_ns, clock.read_ns, clock.overlapped),
+        *(PREFETCH.index(clock.prefetch), min(clock.width, top_k), clock.in_flight),
+    )
+    sizes = np.minimum(slots, routing.layers * routing.experts).astype(np.int32)
+    out = np.zeros((len(sizes), len(fields(Counts))), np.int64)
+    done = native().thimble_replay(
+        ctypes.byref(trace),
+        ctypes.byref(options),
+        policy.encode(),
+        len(sizes),
+        ctypes.c_void_p(sizes.ctypes.data),
+        ctypes.c_void_p(out.ctypes.data),
+    )
+    if not done:
+        raise ValueError(f"there is no cache policy {policy!r}")
+    return [Counts(*row) for row in out.tolist()]

@@ -1,0 +1,1 @@
+"""Routing without the real model: generators of different structure, calibrated where something was published."""
