@@ -26,7 +26,14 @@ STAGES = 2
 MERGE_WARPS = 4
 MERGE_RUNS = 16  # taken at once
 SMALLEST_TILE = 16  # rows or columns of a matrix product
+MOST_NUMBERS = 64 * 128  # of a page's keys for one KV head: more do not fit a consumer card's shared memory
 FINGERPRINT = f"triton-tf32x3 attend{SPLIT_PAGES}x{WARPS} merge{MERGE_RUNS}x{MERGE_WARPS}"
+
+
+class ShapeError(ValueError):
+    """Heads or pages that the kernels cannot take on a GPU. The message says what they can take."""
+
+    code = "attention_shape"
 
 
 @triton.jit
@@ -140,6 +147,26 @@ def merge_kernel(
     tl.store(out + token * heads * SIZE + place, tl.div_rn(mixed, total) * value_factor)
 
 
+def check(heads: int, kv_heads: int, size: int, page_tokens: int) -> None:
+    """Raise ShapeError unless every product of matrices has sides that tensor cores take, and its tiles fit a card.
+
+    The interpreter would take others; they are refused there too, so that tests say what a GPU does.
+    """
+    for name, side in {"heads of {} numbers": size, "pages of {} tokens": page_tokens}.items():
+        if side < SMALLEST_TILE or side & (side - 1):
+            raise ShapeError(f"{name.format(side)}: attention takes powers of two, {SMALLEST_TILE} or more")
+    if size * page_tokens > MOST_NUMBERS:
+        raise ShapeError(
+            f"pages of {page_tokens} tokens with heads of {size} numbers: attention takes up to "
+            f"{MOST_NUMBERS // size} tokens a page at this head size"
+        )
+    if kv_heads < 1 or heads % kv_heads or not 1 <= heads // kv_heads <= SMALLEST_TILE:
+        raise ShapeError(
+            f"{heads} heads on {kv_heads} KV heads: attention takes a whole number of heads, 1 to {SMALLEST_TILE}, "
+            "for each KV head"
+        )
+
+
 class Workspace:
     """What `attend` hands to `merge`: for M sequences of at most `tokens` tokens."""
 
@@ -163,13 +190,14 @@ def attend(
     """Queue out = softmax(q k / sqrt(size)) v over each sequence's pages; two launches.
 
     query float32 [M, heads * size] in plain order, out the same in octet order; tables and lengths as for `qkv`,
-    lengths at most what `workspace` was made for. `warps` and `stages` are given by measurements only.
+    lengths at most what `workspace` was made for. `warps` and `stages` are given by measurements only. Raises
+    ShapeError.
     """
     tokens = query.shape[0]
     _, page_tokens, kv_heads, size = pages.keys.shape
-    group = query.shape[1] // (kv_heads * size)
-    assert size >= SMALLEST_TILE
-    assert size & (size - 1) == 0, "a head's size is a power of two"
+    heads = query.shape[1] // size
+    check(heads, kv_heads, size, page_tokens)
+    group = heads // kv_heads
     keys, values = pages.raw()
     unpacking = 2.0**8 if pages.fp8 else 1.0
     attend_kernel[(workspace.runs, kv_heads, tokens)](
@@ -194,7 +222,7 @@ def attend(
         num_stages=stages,
         enable_fp_fusion=False,
     )
-    merge_kernel[(kv_heads * group, tokens)](
+    merge_kernel[(heads, tokens)](
         workspace.mixed,
         workspace.best,
         workspace.total,
