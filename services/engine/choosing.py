@@ -11,6 +11,7 @@ from kernels.sampling.cpu import Counts, logprobs, penalise, sample
 from kernels.sampling.penalties import shift
 from services.engine.grammar import Matcher
 from services.engine.request import Request, Token
+from services.engine.vision.ids import FIRST
 
 
 class Choosing:
@@ -19,7 +20,7 @@ class Choosing:
     def __init__(self, request: Request, matcher: Matcher | None = None) -> None:
         self._request = request
         self._matcher = matcher
-        repeated = sorted(set(request.ids)) if request.repetition_penalty != 1 else []
+        repeated = sorted(id_ for id_ in set(request.ids) if id_ < FIRST) if request.repetition_penalty != 1 else []
         self._prompt = torch.tensor(repeated, dtype=torch.int32)
         self._answer = Counts()
         self._chosen = 0

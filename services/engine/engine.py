@@ -1,5 +1,6 @@
 """The engine's boundary: everything that a server, a tool or a test may ask of it. No client goes round it.
 
+    await engine.see(asks, text_tokens)      embeddings of pictures, which requests then name
     handle = engine.submit(request, sink)    the sink gets Restore, Progress, Token, ... and last Finish or Failed
     handle.restore(chunk)                    the answer to Restore(SEND), chunk by chunk
     handle.stop_thinking()                   the next token ends the thinking
@@ -17,14 +18,29 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
+from dataclasses import replace
 
-from services.engine.errors import CancelledError, EngineError, QueueFullError, StepError, StoppingError
+from torch import Tensor
+
+from services.engine.errors import (
+    CancelledError,
+    EngineError,
+    QueueFullError,
+    StepError,
+    StoppingError,
+    UnsupportedError,
+)
 from services.engine.experts.streamer import Experts
 from services.engine.grammar import Grammars
-from services.engine.request import Event, Failed, Finish, Info, Request, Sink
+from services.engine.request import Event, Failed, Finish, Info, Request, Sink, Token
 from services.engine.scheduler import Scheduler
 from services.engine.sequence import Sequence
+from services.engine.vision.cache import Held
+from services.engine.vision.ids import picture_ids
+from services.engine.vision.looks import Looks, Work
+from services.engine.vision.sight import Ask, Missing, Seen, Sight
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +53,12 @@ class Engine:
     Everything below but `_inbox`, `_open` and `_stop_at`, which `_wake` guards, belongs to the thread.
     """
 
-    def __init__(self, info: Info, scheduler: Scheduler, experts: Experts, grammars: Grammars) -> None:
+    def __init__(
+        self, info: Info, scheduler: Scheduler, experts: Experts, grammars: Grammars, sight: Sight | None = None
+    ) -> None:
         self.info = info
+        self._sight = sight
+        self._looks = Looks()
         self._grammars = grammars
         self.ended: Future[None] = Future()
         self._scheduler = scheduler
@@ -63,25 +83,62 @@ class Engine:
         """
         request.check(self.info)
         matcher = None if request.grammar is None else self._grammars.matcher(request.grammar, request.stop_ids)
+        pictures = self._hold(request)
 
         def counted(event: Event) -> None:
             if isinstance(event, Finish | Failed):
                 with self._wake:
                     self._open -= 1
+            if pictures is not None and isinstance(event, Token | Finish | Failed):
+                pictures.release()  # the prompt was read
             sink(event)
 
-        sequence = Sequence(request, counted, matcher)
+        sequence = Sequence(_with_picture_ids(request), counted, matcher, pictures)
         with self._wake:
-            if self._stop_at is not None:
-                raise StoppingError("the engine is stopping: ask again in a moment, or ask another one")
-            if self._open >= self.info.max_sequences + self.info.queue_limit:
-                raise QueueFullError(
-                    f"{self._open} requests are under way or waiting, the most this engine takes: ask again later"
-                )
+            try:
+                self._check_open()
+            except EngineError:
+                if pictures is not None:
+                    pictures.release()
+                raise
             self._open += 1
             self._inbox.append((Scheduler.add, sequence))
             self._wake.notify()
         return Handle(self, sequence)
+
+    async def see(self, asks: Seq[Ask], text_tokens: int, count_only: bool = False) -> list[Seen] | Missing:
+        """Embeddings of pictures, ready to be named by requests; or which of them must be sent.
+
+        Raises UnsupportedError, PictureError, ContextError, QueueFullError or StoppingError.
+        """
+        return await self.sight.see(asks, text_tokens, self.info.context_tokens, self._look, count_only)
+
+    @property
+    def sight(self) -> Sight:
+        """Raises UnsupportedError."""
+        if self._sight is None:
+            raise UnsupportedError("this engine's model cannot see pictures: send text only")
+        return self._sight
+
+    def _look(self, work: Work) -> "Future[Tensor]":
+        with self._wake:
+            if self._stop_at is not None:
+                raise StoppingError("the engine is stopping: ask again in a moment, or ask another one")
+            done = self._looks.add(work)
+            self._wake.notify()
+        return done
+
+    def _hold(self, request: Request) -> Held | None:
+        return self.sight.cache.hold(request.pictures) if request.pictures else None
+
+    def _check_open(self) -> None:
+        """Raise StoppingError or QueueFullError if no request can be taken in. `_wake` is held."""
+        if self._stop_at is not None:
+            raise StoppingError("the engine is stopping: ask again in a moment, or ask another one")
+        if self._open >= self.info.max_sequences + self.info.queue_limit:
+            raise QueueFullError(
+                f"{self._open} requests are under way or waiting, the most this engine takes: ask again later"
+            )
 
     def post(self, job: Job, sequence: Sequence) -> None:
         """Have the thread run a job between two steps, if it still runs."""
@@ -132,6 +189,7 @@ class Engine:
                     return
             if scheduler.runnable:
                 scheduler.step()
+            self._looks.advance()
             scheduler.publish()
             if not scheduler.sequences:
                 scheduler.check()
@@ -140,7 +198,7 @@ class Engine:
     def _wait(self) -> tuple[list[tuple[Job, Sequence]], float | None]:
         """Sleep until there is something to do. Returns the jobs, and when to stop as it was when they were taken."""
         with self._wake:
-            while not (self._inbox or self._scheduler.runnable or self._is_due(self._stop_at)):
+            while not (self._inbox or self._looks.pending or self._scheduler.runnable or self._is_due(self._stop_at)):
                 self._wake.wait(None if self._stop_at is None else max(0.0, self._stop_at - time.monotonic()))
             jobs = list(self._inbox)
             self._inbox.clear()
@@ -154,10 +212,19 @@ class Engine:
             self._stop_at = 0.0  # after this, submit takes nothing in
             left = [sequence for _, sequence in self._inbox]
             self._inbox.clear()
+        self._looks.end(error)
         for sequence in [*self._scheduler.sequences, *left]:
             with self._scheduler.at_the_cost_of():
                 self._scheduler.drop(sequence, error)
         self._scheduler.publish()
+
+
+def _with_picture_ids(request: Request) -> Request:
+    """The places of its pictures with the ids that tell pictures apart."""
+    ids = list(request.ids)
+    for picture in request.pictures:
+        ids[picture.position : picture.position + picture.tokens] = picture_ids(picture.handle, picture.tokens)
+    return replace(request, ids=tuple(ids)) if request.pictures else request
 
 
 class Handle:

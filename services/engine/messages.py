@@ -10,6 +10,7 @@ from services.engine.request import (
     Form,
     Grammar,
     Info,
+    Picture,
     Progress,
     Request,
     Restore,
@@ -58,6 +59,7 @@ def request_of(start: pb.Start) -> Request:
         logprobs=start.logprobs.top if start.HasField("logprobs") else None,
         thinking=_thinking(start.thinking) if start.HasField("thinking") else None,
         low_priority=start.low_priority,
+        pictures=tuple(Picture(p.handle, p.position, p.tokens) for p in start.pictures),
         grammar=_grammar(start.grammar) if start.HasField("grammar") else None,
         user=start.user,
     )
@@ -130,4 +132,10 @@ def info_message(info: Info) -> pb.InfoResponse:
 
 
 def _ref(state: StateRef) -> pb.StateRef:
-    return pb.StateRef(state_id=state.state_id, tokens=state.tokens, size_bytes=state.size_bytes, blocks=state.blocks)
+    return pb.StateRef(
+        state_id=state.state_id,
+        tokens=state.tokens,
+        size_bytes=state.size_bytes,
+        blocks=state.blocks,
+        block_bytes=state.block_bytes,
+    )

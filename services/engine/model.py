@@ -23,15 +23,20 @@ from kernels.router.cpu import choose
 from services.engine.experts.streamer import Experts
 from services.engine.model_config import ModelConfig
 from services.engine.state import State
+from services.engine.vision.ids import FIRST
 from services.engine.weights import DenseWeights
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The next `ids` (at least one) of a sequence: one id when it decodes, many when a prompt is read."""
+    """The next `ids` (at least one) of a sequence: one id when it decodes, many when a prompt is read.
+
+    `rows`, each float32 [some, hidden], are embeddings of those ids that stand for a picture's places, in order.
+    """
 
     state: State
     ids: Sequence[int]
+    rows: Sequence[Tensor] = ()
 
 
 Span = tuple[State, slice]  # a sequence and its rows in this call
@@ -94,14 +99,23 @@ class Model:
         return hidden
 
     def _layers(self, segments: Sequence[Segment]) -> Tensor:
-        ids = [id_ for segment in segments for id_ in segment.ids]
         spans, start = [], 0
         for segment in segments:
             spans.append((segment.state, slice(start, start + len(segment.ids))))
             start += len(segment.ids)
-        x = self.embeddings[torch.tensor(ids)]
+        x = self._embedded(segments)
         for norm, mixer in zip(self.norms, self.mixers, strict=True):
             x = x + mixer(rms_norm(x, norm, self.config.norm_eps), spans)
+        return x
+
+    def _embedded(self, segments: Sequence[Segment]) -> Tensor:
+        ids = torch.tensor([id_ for segment in segments for id_ in segment.ids])
+        pictured = ids >= FIRST
+        x = self.embeddings[ids.masked_fill(pictured, 0)]
+        rows = [some for segment in segments for some in segment.rows]
+        assert sum(map(len, rows)) == int(pictured.sum()), "every place of a picture has its row"
+        if rows:
+            x[pictured] = torch.cat(rows)
         return x
 
     @torch.inference_mode()

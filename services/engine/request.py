@@ -43,6 +43,16 @@ class StateRef:
     tokens: int
     size_bytes: int
     blocks: tuple[bytes, ...] = field(default=(), repr=False)
+    block_bytes: int = 0  # size of each
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture's place in a prompt: `tokens` ids from `position` on stand for the rows that `handle` names."""
+
+    handle: bytes
+    position: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -104,6 +114,7 @@ class Request:
     low_priority: bool = False
     grammar: Grammar | None = None
     user: str = ""
+    pictures: tuple[Picture, ...] = ()
 
     def check(self, info: Info) -> None:
         """Raise the RequestError that names the first thing wrong with this request."""
@@ -139,6 +150,14 @@ class Request:
                     "(one less than the prompt's tokens)"
                 )
             last = position
+        end = 0
+        for picture in self.pictures:
+            if not (end <= picture.position and 0 < picture.tokens <= len(self.ids) - picture.position):
+                raise PositionError(
+                    f"a picture at position {picture.position} of {picture.tokens} tokens: pictures ascend, and lie in "
+                    "the prompt"
+                )
+            end = picture.position + picture.tokens
 
     def _check_sampling(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):

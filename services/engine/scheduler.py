@@ -216,7 +216,11 @@ class Scheduler:
             self._sample(sequence, logits[0])
 
     def _forward(self, phase: str, batch: list[tuple[Sequence, list[int]]]) -> Tensor:
-        segments = [Segment(sequence.state, ids) for sequence, ids in batch if sequence.state is not None]
+        segments = [
+            Segment(sequence.state, ids, sequence.rows(len(ids)))
+            for sequence, ids in batch
+            if sequence.state is not None
+        ]
         with self.metrics.forward(phase):
             return self.model.forward(segments)
 

@@ -5,19 +5,25 @@ Owns its state from the moment it gets a place until `release`. Decides nothing 
 
 import time
 
+from torch import Tensor
+
 from services.engine.choosing import Choosing
 from services.engine.grammar import Matcher
 from services.engine.request import Finish, Reason, Request, Sink, Snapshot
 from services.engine.snapshots.arriving import Arriving
 from services.engine.snapshots.hot import Stored
 from services.engine.state import State
+from services.engine.vision.cache import Held
 
 
 class Sequence:
     """Times are `time.perf_counter` seconds; the clock of a phase runs from the end of the one before."""
 
-    def __init__(self, request: Request, sink: Sink, matcher: Matcher | None = None) -> None:
+    def __init__(
+        self, request: Request, sink: Sink, matcher: Matcher | None = None, pictures: Held | None = None
+    ) -> None:
         self.request = request
+        self.pictures = pictures
         self.sink = sink
         self.choosing = Choosing(request, matcher)
         self.state: State | None = None
@@ -50,6 +56,12 @@ class Sequence:
         done = self.state.tokens
         stops = [position for position in self.request.snapshot_at if position > done]
         return list(self.request.ids[done : min(done + limit, *stops, len(self.request.ids))])
+
+    def rows(self, count: int) -> list[Tensor]:
+        """Rows of pictures among the next `count` ids."""
+        assert self.state is not None
+        done = self.state.tokens
+        return self.pictures.rows(done, done + count) if self.pictures is not None else []
 
     @property
     def prompt_done(self) -> bool:

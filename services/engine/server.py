@@ -18,8 +18,9 @@ from grpc_reflection.v1alpha import reflection
 from services.engine import errors
 from services.engine.call import Call, Context
 from services.engine.engine import Engine
-from services.engine.errors import EngineError, StoppingError, UnsupportedError
+from services.engine.errors import EngineError, StoppingError
 from services.engine.messages import info_message
+from services.engine.vision import call as vision_call
 from services.rpc import engine_pb2 as pb
 from services.rpc import engine_pb2_grpc
 from services.settings import SettingError
@@ -80,7 +81,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):  # type: ignore[misc]  # ge
 
     async def Vision(self, request_iterator: Any, context: Context) -> pb.VisionOut:
         async with _errors_as_status(context):
-            raise UnsupportedError("this engine reads no images: send text only (InfoResponse.vision is false)")
+            return await vision_call.answer(self._loaded(), request_iterator)
 
     async def Info(self, request: pb.InfoRequest, context: Context) -> pb.InfoResponse:
         async with _errors_as_status(context):

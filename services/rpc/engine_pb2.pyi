@@ -44,7 +44,7 @@ class StopThinking(_message.Message):
     def __init__(self) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("request_id", "ids", "max_tokens", "sampling", "stop_ids", "snapshot_at", "snapshot_answer", "offers", "heads_only", "min_tokens", "logprobs", "thinking", "low_priority", "grammar", "user", "snapshots_on_request", "idle")
+    __slots__ = ("request_id", "ids", "max_tokens", "sampling", "stop_ids", "snapshot_at", "snapshot_answer", "offers", "heads_only", "min_tokens", "logprobs", "thinking", "low_priority", "grammar", "user", "snapshots_on_request", "idle", "pictures")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class Start(_message.Message):
     USER_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOTS_ON_REQUEST_FIELD_NUMBER: _ClassVar[int]
     IDLE_FIELD_NUMBER: _ClassVar[int]
+    PICTURES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     ids: _containers.RepeatedScalarFieldContainer[int]
     max_tokens: int
@@ -79,7 +80,18 @@ class Start(_message.Message):
     user: str
     snapshots_on_request: bool
     idle: bool
-    def __init__(self, request_id: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., snapshot_at: _Optional[_Iterable[int]] = ..., snapshot_answer: _Optional[bool] = ..., offers: _Optional[_Iterable[_Union[StateRef, _Mapping]]] = ..., heads_only: _Optional[bool] = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., thinking: _Optional[_Union[Thinking, _Mapping]] = ..., low_priority: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., user: _Optional[str] = ..., snapshots_on_request: _Optional[bool] = ..., idle: _Optional[bool] = ...) -> None: ...
+    pictures: _containers.RepeatedCompositeFieldContainer[PictureRef]
+    def __init__(self, request_id: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., snapshot_at: _Optional[_Iterable[int]] = ..., snapshot_answer: _Optional[bool] = ..., offers: _Optional[_Iterable[_Union[StateRef, _Mapping]]] = ..., heads_only: _Optional[bool] = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., thinking: _Optional[_Union[Thinking, _Mapping]] = ..., low_priority: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., user: _Optional[str] = ..., snapshots_on_request: _Optional[bool] = ..., idle: _Optional[bool] = ..., pictures: _Optional[_Iterable[_Union[PictureRef, _Mapping]]] = ...) -> None: ...
+
+class PictureRef(_message.Message):
+    __slots__ = ("handle", "position", "tokens")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    handle: bytes
+    position: int
+    tokens: int
+    def __init__(self, handle: _Optional[bytes] = ..., position: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("top",)
@@ -137,16 +149,18 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
 class StateRef(_message.Message):
-    __slots__ = ("state_id", "tokens", "size_bytes", "blocks")
+    __slots__ = ("state_id", "tokens", "size_bytes", "blocks", "block_bytes")
     STATE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     state_id: bytes
     tokens: int
     size_bytes: int
     blocks: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, state_id: _Optional[bytes] = ..., tokens: _Optional[int] = ..., size_bytes: _Optional[int] = ..., blocks: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    block_bytes: int
+    def __init__(self, state_id: _Optional[bytes] = ..., tokens: _Optional[int] = ..., size_bytes: _Optional[int] = ..., blocks: _Optional[_Iterable[bytes]] = ..., block_bytes: _Optional[int] = ...) -> None: ...
 
 class GenerateOut(_message.Message):
     __slots__ = ("restore", "progress", "token", "finish", "snapshot", "chunk")
@@ -261,12 +275,50 @@ class SnapshotChunk(_message.Message):
     def __init__(self, index: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class VisionIn(_message.Message):
-    __slots__ = ("data",)
+    __slots__ = ("data", "ask")
     DATA_FIELD_NUMBER: _ClassVar[int]
+    ASK_FIELD_NUMBER: _ClassVar[int]
     data: bytes
-    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+    ask: VisionAsk
+    def __init__(self, data: _Optional[bytes] = ..., ask: _Optional[_Union[VisionAsk, _Mapping]] = ...) -> None: ...
+
+class VisionAsk(_message.Message):
+    __slots__ = ("pictures", "text_tokens", "count_only")
+    PICTURES_FIELD_NUMBER: _ClassVar[int]
+    TEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COUNT_ONLY_FIELD_NUMBER: _ClassVar[int]
+    pictures: _containers.RepeatedCompositeFieldContainer[PictureAsk]
+    text_tokens: int
+    count_only: bool
+    def __init__(self, pictures: _Optional[_Iterable[_Union[PictureAsk, _Mapping]]] = ..., text_tokens: _Optional[int] = ..., count_only: _Optional[bool] = ...) -> None: ...
+
+class PictureAsk(_message.Message):
+    __slots__ = ("digest", "resolution", "size_bytes")
+    class Resolution(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        NORMAL: _ClassVar[PictureAsk.Resolution]
+        LOW: _ClassVar[PictureAsk.Resolution]
+        HIGH: _ClassVar[PictureAsk.Resolution]
+    NORMAL: PictureAsk.Resolution
+    LOW: PictureAsk.Resolution
+    HIGH: PictureAsk.Resolution
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RESOLUTION_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    resolution: PictureAsk.Resolution
+    size_bytes: int
+    def __init__(self, digest: _Optional[bytes] = ..., resolution: _Optional[_Union[PictureAsk.Resolution, str]] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class VisionOut(_message.Message):
+    __slots__ = ("pictures", "missing")
+    PICTURES_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    pictures: _containers.RepeatedCompositeFieldContainer[SeenPicture]
+    missing: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, pictures: _Optional[_Iterable[_Union[SeenPicture, _Mapping]]] = ..., missing: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SeenPicture(_message.Message):
     __slots__ = ("handle", "tokens")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]

@@ -69,7 +69,9 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Vision(self, request_iterator, context):
-        """Image bytes in, a handle to projected embeddings and their token count out.
+        """Pictures in; handles of their embeddings, which Start names, and their token counts out. The first message is an
+        ask, of all pictures of one prompt; then the bytes of those with a size follow. What the engine does not hold and
+        was not sent is `missing`: the client asks again and sends it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -27,6 +27,7 @@ from services.engine.errors import PayloadError
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PAGE_TOKENS
 from services.engine.state import State, state_bytes
+from services.engine.vision.ids import FIRST
 
 CHUNK_BYTES = 1 << 20
 MAGIC = b"THIMBLE\n"
@@ -138,8 +139,9 @@ class PayloadFormat:
     def check_ids(self, data: bytes) -> list[int]:
         ids = array("I")
         ids.frombytes(data)
-        if ids and max(ids) >= self.config.vocab_size:
-            raise PayloadError(f"snapshot: id {max(ids)} is outside the vocabulary of {self.config.vocab_size}")
+        words = [id_ for id_ in ids if id_ < FIRST]
+        if words and max(words) >= self.config.vocab_size:
+            raise PayloadError(f"snapshot: id {max(words)} is outside the vocabulary of {self.config.vocab_size}")
         return ids.tolist()
 
     def _own_pieces(self, state: State) -> Iterator[bytes | memoryview]:

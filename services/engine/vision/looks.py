@@ -1,0 +1,67 @@
+"""Pictures that the engine's thread works on: one at a time, a piece of work between two of its steps."""
+
+from collections import deque
+from collections.abc import Generator
+from concurrent.futures import Future
+from threading import Lock
+
+from torch import Tensor
+
+from services.engine.errors import EngineError, StepError
+
+Work = Generator[None, None, Tensor]
+
+
+class Looks:
+    """`add` from any thread; the rest by the thread that works. A picture that nobody waits for any more is dropped."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Work, Future[Tensor]]] = deque()
+        self._lock = Lock()
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, work: Work) -> "Future[Tensor]":
+        done: Future[Tensor] = Future()
+        with self._lock:
+            self._waiting.append((work, done))
+        return done
+
+    def advance(self) -> None:
+        """Do the next piece of the first picture, if there is one."""
+        if not self._waiting:
+            return
+        work, done = self._waiting[0]
+        if not done.cancelled():
+            try:
+                next(work)
+                return
+            except StopIteration as ended:
+                _settle(done, ended.value, None)
+            except Exception as error:
+                named = (
+                    error if isinstance(error, EngineError) else StepError(f"a picture could not be read: {error!r}")
+                )
+                _settle(done, None, named)
+        work.close()
+        self._waiting.popleft()
+
+    def end(self, error: EngineError) -> None:
+        """Nothing more is done."""
+        with self._lock:
+            left = list(self._waiting)
+            self._waiting.clear()
+        for work, done in left:
+            work.close()
+            _settle(done, None, error)
+
+
+def _settle(done: "Future[Tensor]", rows: Tensor | None, error: EngineError | None) -> None:
+    if not done.set_running_or_notify_cancel():
+        return
+    if error is not None:
+        done.set_exception(error)
+    elif rows is not None:
+        done.set_result(rows)
