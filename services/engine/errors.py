@@ -3,6 +3,7 @@
 EngineError
 ├── CheckpointError         the checkpoint is not ours, incomplete, or contradicts itself
 ├── StoreError              the repacked store is missing, damaged, or does not fit this build
+├── TraceError              a file of recorded routing is damaged, none of ours, or cannot be written
 ├── DiskError               a file could not be read or written: no space, no permission, an I/O error
 ├── MemoryPlanError         what is asked for does not fit into this machine's memory
 ├── OutOfPagesError         the KV pool has too few free pages; nothing was changed
@@ -43,6 +44,10 @@ class CheckpointError(EngineError):
 
 class StoreError(EngineError):
     code = "bad_store"
+
+
+class TraceError(EngineError):
+    code = "bad_trace"
 
 
 class DiskError(EngineError):

@@ -37,6 +37,7 @@ STATUS: dict[type[EngineError], grpc.StatusCode] = {
     errors.EngineError: grpc.StatusCode.INTERNAL,
     errors.CheckpointError: grpc.StatusCode.INTERNAL,
     errors.StoreError: grpc.StatusCode.DATA_LOSS,
+    errors.TraceError: grpc.StatusCode.INTERNAL,
     errors.DiskError: grpc.StatusCode.INTERNAL,
     errors.MemoryPlanError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.OutOfPagesError: grpc.StatusCode.RESOURCE_EXHAUSTED,
