@@ -25,11 +25,16 @@ class EngineConfig:
     metrics_port: int = setting(8601, "", "port of /metrics; 0: any free one, printed at start")
 
     expert_cache_gb: float = setting(
-        0.0, "GB", "RAM for expert blocks; 0: half of what is free, or all experts if less"
+        0.0, "GB", "RAM for expert blocks; 0: what is free less memory_margin_gb, at least half; or all experts"
     )
     expert_slots: int = setting(0, "blocks", "exact number of slots instead of expert_cache_gb; 0: not set")
     lock_memory: bool = setting(False, "", "never swap the expert cache out; needs the right to lock that much memory")
-    readers: int = setting(4, "threads", "disk reads in flight")
+    memory_margin_gb: float = setting(6.0, "GB", "RAM left free if expert_cache_gb is automatic and there is enough")
+    readers: int = setting(0, "threads", "disk reads in flight; 0: as many as measure best at start")
+    copies: str = setting("", "", "folders on other disks with copies of blocks (thimble spread), colons between them")
+    warm_dir: str = setting(
+        "", "", "where the set of experts in RAM is kept for the next start; empty: in the store; -: nowhere"
+    )
     workers: int = setting(0, "threads", "threads that compute experts; 0: cores minus two, at least one")
 
     max_sequences: int = setting(4, "requests", "generated at once")
@@ -45,6 +50,7 @@ class EngineConfig:
     hot_states_gb: float = setting(
         1.0, "GB", "RAM for states kept after a request, so that the next need not send them"
     )
+    picture_cache_gb: float = setting(0.5, "GB", "RAM for embeddings of pictures, if the model can see")
     snapshot_timeout_s: float = setting(60.0, "s", "longest wait for a client to send or to take one snapshot")
     stop_timeout_s: float = setting(5.0, "s", "how long requests under way may go on after a stop signal")
 
@@ -69,7 +75,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     "metrics_port": (0, 65535),
     "expert_cache_gb": (0, 4096),
     "expert_slots": (0, 10_000_000),
-    "readers": (1, 64),
+    "memory_margin_gb": (0, 4096),
+    "readers": (0, 64),
     "workers": (0, 512),
     "max_sequences": (1, 256),
     "queue_limit": (0, 10_000),
@@ -79,6 +86,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "grammar_max_bytes": (0, 4_000_000),
     "grammar_timeout_s": (0.001, 60),
     "hot_states_gb": (0, 4096),
+    "picture_cache_gb": (0.001, 4096),
     "snapshot_timeout_s": (0.1, 3600),
     "stop_timeout_s": (0, 3600),
 }

@@ -8,23 +8,28 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from prometheus_client import CollectorRegistry
 
 from services.engine.config import EngineConfig
+from services.engine.experts.copies import copies, folders_of
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import Experts, open_experts
+from services.engine.experts.warm import NAME, OFF, WarmSet
 from services.engine.fingerprint import arithmetic_fingerprint
 from services.engine.grammar import Grammars
 from services.engine.metrics import Metrics
 from services.engine.model import Model
 from services.engine.pages import PagePool
-from services.engine.plan import Machine, make_plan
+from services.engine.plan import GB, Machine, make_plan
 from services.engine.request import Info
 from services.engine.scheduler import Scheduler
 from services.engine.snapshots.hot import HotStates
 from services.engine.snapshots.payload import PayloadFormat
+from services.engine.vision.cache import PictureCache
+from services.engine.vision.sight import Sight
 
 SYNTHETIC = "synthetic"
 
@@ -37,6 +42,7 @@ class Parts:
     scheduler: Scheduler
     experts: Experts
     grammars: Grammars
+    sight: Sight | None
 
 
 def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str], None]) -> Parts:
@@ -54,12 +60,18 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         context_tokens=plan.context_tokens,
         max_sequences=config.max_sequences,
         queue_limit=config.queue_limit,
-        vision=False,
+        vision=store.vision_file is not None,
         device="cpu",
         version=importlib.metadata.version("thimble"),
     )
     experts = open_experts(
-        store, slots=plan.slots, readers=plan.readers, workers=plan.workers, lock_memory=config.lock_memory
+        store,
+        slots=plan.slots,
+        readers=plan.readers,
+        workers=plan.workers,
+        lock_memory=config.lock_memory,
+        copies=copies(store, folders_of(config.copies)),
+        warm=_warm_set(config, store),
     )
     try:
         model = Model(store.dense(), store.config, experts)
@@ -69,6 +81,8 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         hot = HotStates(payloads, info.arithmetic_fingerprint, plan.hot_bytes, plan.transit_bytes)
         metrics = Metrics(info, experts, registry)
         pool = PagePool(store.config, plan.pages)
+        weights = store.vision()
+        sight = None if weights is None else Sight(weights, PictureCache(int(config.picture_cache_gb * GB)))
         scheduler = Scheduler(model, pool, hot, metrics, config.max_sequences, config.prefill_chunk_tokens)
     except BaseException:
         experts.close()
@@ -76,10 +90,17 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
     say(f"loaded {info.model}, fingerprint {info.model_fingerprint}, in {time.perf_counter() - begin:.1f} s")
     tokenizer_file = store.folder / "tokenizer.json"
     grammars = Grammars(tokenizer_file, info.vocab_size, config.grammar_max_bytes, config.grammar_timeout_s)
-    return Parts(info, scheduler, experts, grammars)
+    return Parts(info, scheduler, experts, grammars, sight)
 
 
 def served_name(store: Store, chosen: str = "") -> str:
     """What was chosen, or the checkpoint's folder name made fit for an HTTP model id; random weights are named so."""
     name = chosen or re.sub(r"[^!-~]+", "-", str(store.source.get("folder", ""))).strip("-") or "model"
     return f"{SYNTHETIC}-{name}" if store.synthetic and SYNTHETIC not in name else name
+
+
+def _warm_set(config: EngineConfig, store: Store) -> WarmSet | None:
+    if config.warm_dir == OFF:
+        return None
+    folder = Path(config.warm_dir) if config.warm_dir else store.folder
+    return WarmSet(folder / NAME, store.fingerprint, sum(map(len, store.blocks)))

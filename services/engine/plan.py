@@ -14,30 +14,36 @@ from services.engine.experts.store import Store
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PAGE_TOKENS, page_bytes, pages_for
 from services.engine.state import state_bytes
+from services.engine.vision.sight import reading_bytes
 from services.engine.weights import dense_tensors
 
 GB = 1_000_000_000
 MIB = 1 << 20
 MEMINFO = Path("/proc/meminfo")
+OSRELEASE = Path("/proc/sys/kernel/osrelease")
 CGROUP = Path("/sys/fs/cgroup")
+CGROUP_FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 
 
 @dataclass(frozen=True)
 class Machine:
-    """`available_bytes` of RAM that can be had without swapping; `cores` that this process may use."""
+    """`available_bytes` of RAM that can be had without swapping; `cores` that this process may use; `pinned_bytes` that
+    can be page-locked for a GPU, where the system is known to limit it."""
 
     available_bytes: int
     cores: int
+    pinned_bytes: int | None = None
 
     @staticmethod
     def here() -> "Machine":
-        available_bytes = next(
-            int(line.split()[1]) * 1024 for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:")
-        )
-        limit_bytes, used_bytes = (_cgroup_number(name) for name in ("memory.max", "memory.current"))
-        if limit_bytes is not None and used_bytes is not None:  # a container's own limit
-            available_bytes = min(available_bytes, max(0, limit_bytes - used_bytes))
-        return Machine(available_bytes, len(os.sched_getaffinity(0)))
+        available_bytes = _meminfo("MemAvailable")
+        for limit_name, used_name in CGROUP_FILES:
+            limit_bytes, used_bytes = _cgroup_number(limit_name), _cgroup_number(used_name)
+            if limit_bytes is not None and used_bytes is not None:  # a container's own limit
+                available_bytes = min(available_bytes, max(0, limit_bytes - used_bytes + _cgroup_cache()))
+        wsl2 = "microsoft" in OSRELEASE.read_text().lower()
+        pinned_bytes = _meminfo("MemTotal") // 2 if wsl2 else None  # more is refused there, whatever is free
+        return Machine(available_bytes, len(os.sched_getaffinity(0)), pinned_bytes)
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,8 @@ class Plan:
         return [*self.ledger, ("in all", sum(size for _, size in self.ledger)), ("available", self.available_bytes)]
 
     def __str__(self) -> str:
-        head = f"{self.workers} workers, {self.readers} readers, context of {self.context_tokens} tokens; RAM:"
+        readers = f"{self.readers} readers" if self.readers else "as many readers as measure best"
+        head = f"{self.workers} workers, {readers}, context of {self.context_tokens} tokens; RAM:"
         return "\n".join([head, *(f"  {size / GB:9.3f} GB  {name}" for name, size in self.rows)])
 
 
@@ -77,9 +84,10 @@ def make_plan(config: EngineConfig, store: Store, machine: Machine) -> Plan:
         (f"KV, {pages} pages of {PAGE_TOKENS} tokens", pages * page_bytes(model)),
         (f"states of {config.max_sequences} sequences", config.max_sequences * state_bytes(model)),
         ("hot states and snapshots on their way, at most", transit_bytes),
+        *_pictures(config, store),
     )
     room_bytes = machine.available_bytes - sum(size for _, size in rest)
-    slots, blocks = _slots(config, store, room_bytes), sum(map(len, store.blocks))
+    slots, blocks = _slots(config, store, room_bytes, machine.pinned_bytes), sum(map(len, store.blocks))
     experts = (f"experts, {slots} of {blocks} blocks", slots * store.layout.block_bytes)
     plan = Plan(
         workers=config.workers or max(1, machine.cores - 2),
@@ -98,6 +106,13 @@ def make_plan(config: EngineConfig, store: Store, machine: Machine) -> Plan:
         sizes = ", ".join(f"{name} {size / GB:.3f} GB" for name, size in plan.rows)
         raise MemoryPlanError(f"the engine does not fit into this machine's memory: {sizes}; lower {names}")
     return plan
+
+
+def _pictures(config: EngineConfig, store: Store) -> tuple[tuple[str, int], ...]:
+    if store.vision_file is None:
+        return ()
+    kept = ("embeddings of pictures, at most", int(config.picture_cache_gb * GB))
+    return kept, ("one picture being read, at most", reading_bytes(store.vision_file.config))
 
 
 def dense_bytes(model: ModelConfig) -> int:
@@ -120,11 +135,12 @@ def _context_and_pages(config: EngineConfig, model: ModelConfig) -> tuple[int, i
     return context_tokens, min(pages, config.max_sequences * pages_for(context_tokens))
 
 
-def _slots(config: EngineConfig, store: Store, room_bytes: int) -> int:
+def _slots(config: EngineConfig, store: Store, room_bytes: int, pinned_bytes: int | None) -> int:
     """At most one for every block, at least what one token needs of one layer."""
     blocks, block_bytes, least = sum(map(len, store.blocks)), store.layout.block_bytes, store.config.experts_per_token
     if not config.expert_slots and not config.expert_cache_gb:
-        return min(blocks, max(least, room_bytes // 2 // block_bytes))
+        bytes_ = max(room_bytes // 2, room_bytes - int(config.memory_margin_gb * GB))
+        return min(blocks, max(least, min(bytes_, pinned_bytes or bytes_) // block_bytes))
     slots = config.expert_slots or int(config.expert_cache_gb * GB / block_bytes)
     if slots < least:
         chosen = "expert_slots" if config.expert_slots else "expert_cache_gb"
@@ -142,3 +158,18 @@ def _cgroup_number(name: str) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def _cgroup_cache() -> int:
+    """Bytes of files that a control group's use counts and that give way."""
+    for name in ("memory.stat", "memory/memory.stat"):
+        try:
+            lines = (CGROUP / name).read_text().splitlines()
+        except OSError:
+            continue
+        return next((int(line.split()[1]) for line in lines if line.split()[0] == "inactive_file"), 0)
+    return 0
+
+
+def _meminfo(name: str) -> int:
+    return next(int(line.split()[1]) * 1024 for line in MEMINFO.read_text().splitlines() if line.startswith(f"{name}:"))

@@ -30,6 +30,7 @@ SUBCOMMANDS = {
     "ballast": Subcommand("services.tools.ballast", "hold a card's memory, so that only so much of it is free"),
     "ledger": Subcommand("services.tools.ledger", "what a model takes of a graphics card's memory, and what fits"),
     "plan": Subcommand("services.tools.plan", "what a machine will do with the model: memory, speed, what would help"),
+    "spread": Subcommand("services.tools.spread", "copy a store's blocks to a further disk, so that both are read"),
     "bench": Subcommand("services.tools.bench", "measure a part of the engine on this machine"),
     "verify": Subcommand("services.tools.verify", "is a store's model that of its checkpoint? against transformers"),
     "perplexity": Subcommand("services.tools.perplexity", "how well a checkpoint predicts given texts"),

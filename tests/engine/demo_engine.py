@@ -48,9 +48,9 @@ class Demo:
 @contextmanager
 def demo(store: Store, **settings: Any) -> Iterator[Demo]:
     registry = CollectorRegistry()
-    config = EngineConfig(store=store.folder, **{"hot_states_gb": 0.1, **settings})
+    config = EngineConfig(store=store.folder, **{"hot_states_gb": 0.1, "warm_dir": "-", **settings})
     parts = load(config, registry, say=lambda text: None)
-    engine = Engine(parts.info, parts.scheduler, parts.experts, parts.grammars)
+    engine = Engine(parts.info, parts.scheduler, parts.experts, parts.grammars, parts.sight)
     running = Demo(engine, registry, store)
     try:
         yield running

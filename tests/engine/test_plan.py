@@ -23,11 +23,23 @@ def planned(store: Store, machine: Machine = MACHINE, **settings: object) -> pla
 
 def test_automatic_sizes(demo_store: Store) -> None:
     plan = planned(demo_store)
-    assert (plan.workers, plan.readers) == (4, 4)
+    assert (plan.workers, plan.readers) == (4, 0)
     assert plan.slots == plan.blocks == 7 * 64, "the demo fits: every block has a slot"
     assert plan.context_tokens == 4096, "the model's own"
     assert plan.pages == 4 * 4096 // PAGE_TOKENS, "more than all sequences can use are not taken"
     assert planned(demo_store, Machine(4 * GB, 1)).workers == 1
+
+
+def test_a_large_machine_keeps_a_margin(demo_store: Store) -> None:
+    """All that is left but the margin, once that is more than half; what cannot be page-locked is not counted on."""
+    margin, block_bytes = 100 * demo_store.layout.block_bytes, demo_store.layout.block_bytes
+    ample = planned(demo_store)
+    rest = sum(size for name, size in ample.ledger if not name.startswith("experts"))
+    free = Machine(rest + 350 * block_bytes, 2)
+    assert planned(demo_store, free, memory_margin_gb=margin / GB).slots == 250
+    assert planned(demo_store, free).slots == 175
+    limited = replace(free, pinned_bytes=130 * block_bytes)
+    assert planned(demo_store, limited, memory_margin_gb=margin / GB).slots == 130
 
 
 def test_a_small_machine_gets_half_of_what_is_left(demo_store: Store) -> None:
@@ -104,8 +116,27 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "memory.max").write_text("50000000\n")
     (tmp_path / "memory.current").write_text("20000000\n")
     assert Machine.here().available_bytes == 30_000_000
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 7000000\n")
+    assert Machine.here().available_bytes == 37_000_000, "files in memory give way"
     (tmp_path / "memory.max").write_text("max\n")
     assert Machine.here().available_bytes == pytest.approx(free, rel=0.5)
+
+
+def test_an_older_containers_limit_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "CGROUP", tmp_path)
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory/memory.limit_in_bytes").write_text("60000000\n")
+    (tmp_path / "memory/memory.usage_in_bytes").write_text("20000000\n")
+    assert Machine.here().available_bytes == 40_000_000
+
+
+def test_wsl2_is_known_by_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Machine.here().pinned_bytes is None
+    monkeypatch.setattr(planning, "OSRELEASE", tmp_path / "osrelease")
+    (tmp_path / "osrelease").write_text("5.15.167.4-microsoft-standard-WSL2\n")
+    pinned = Machine.here().pinned_bytes
+    assert pinned is not None
+    assert GB // 10 < pinned < 2**50
 
 
 def test_a_model_without_attention_needs_no_pages(demo_store: Store) -> None:

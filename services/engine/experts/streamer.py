@@ -5,7 +5,7 @@
 import logging
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,10 +14,14 @@ from torch import Tensor
 from kernels.block import Bytes
 from kernels.build import BuildError
 from kernels.experts import reference
-from kernels.experts.host.binding import BlockError, Catalog, Host, HostError
+from kernels.experts.host.binding import BlockError, Catalog, Copy, Host, HostError, open_drives, read_rate
+from kernels.experts.host.drives import choose_depth
+from kernels.experts.host.replay import SHIPPED
 from kernels.workers.pool import Workers, use_threads
 from services.engine.errors import DiskError, MemoryPlanError, StepError, StoreError
 from services.engine.experts.store import Store
+from services.engine.experts.trace import Recorder
+from services.engine.experts.warm import WarmSet
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +59,11 @@ class Experts(Protocol):
         """A hint: these experts (int32, 1-D) may be needed soon. Never ahead of a demand read; never an error."""
         ...
 
+    @property
+    def prefetching(self) -> bool:
+        """Whether hints are of any use now."""
+        ...
+
     def counters(self) -> Counters: ...
 
     def check(self) -> None:
@@ -67,17 +76,49 @@ class Experts(Protocol):
 class HostExperts:
     """Through the C++ library: readers fill slots with O_DIRECT, the worker pool computes where the bytes lie."""
 
-    def __init__(self, store: Store, workers: Workers, *, slots: int, readers: int, lock_memory: bool) -> None:
-        """Raises DiskError if the file cannot be opened, MemoryPlanError if the memory or threads cannot be had."""
+    def __init__(
+        self,
+        store: Store,
+        workers: Workers,
+        *,
+        slots: int,
+        readers: int,
+        lock_memory: bool,
+        copies: tuple[Copy, ...] = (),
+        warm: WarmSet | None = None,
+        prefetch: str = "auto",
+        trace: Recorder | None = None,
+    ) -> None:
+        """Raises DiskError if a file cannot be opened, MemoryPlanError if the memory or threads cannot be had."""
+        blocks = catalog(store, copies)
         try:
-            store.experts_path.open("rb").close()
-        except OSError as error:
-            raise DiskError(f"{store.experts_path}: cannot be opened: {error.strerror}") from error
+            drives = open_drives(blocks)
+        except HostError as error:
+            raise DiskError(str(error)) from error
+        if not readers:
+            readers, rates = choose_depth(lambda depth: read_rate(blocks, drives, depth, seed=depth))
+            tried = ", ".join(f"{depth}: {rate:.2f}" for depth, rate in rates.items())
+            log.info("disk: %d reads in flight (GB/s by reads in flight: %s)", readers, tried)
         try:
-            self._host = Host(catalog(store), workers, slots=slots, readers=readers, lock_memory=lock_memory)
+            self._host = Host(
+                blocks,
+                workers,
+                slots=slots,
+                readers=readers,
+                lock_memory=lock_memory,
+                drives=drives,
+                prefetch=prefetch,
+            )
         except HostError as error:
             raise MemoryPlanError(f"a cache of {slots} experts cannot be had: {error}") from error
         self._tell()
+        self._warm = warm
+        if warm is not None:
+            self._host.warm(warm.load())
+            warm.keep(self._host.resident)
+        self._trace = trace
+        if trace is not None:
+            trace.attach(lambda: {**asdict(self.counters()), "policy": SHIPPED, "prefetch": prefetch, "warm": bool(warm)})
 
     def step(self, layer: int, ids: Tensor, weights: Tensor, x: Tensor) -> Tensor:
         try:
@@ -87,6 +128,10 @@ class HostExperts:
 
     def prefetch(self, layer: int, ids: Tensor) -> None:
         self._host.prefetch(layer, ids.numpy())
+
+    @property
+    def prefetching(self) -> bool:
+        return self._host.prefetching
 
     def counters(self) -> Counters:
         self._tell()
@@ -98,6 +143,11 @@ class HostExperts:
         self._host.check()
 
     def close(self) -> None:
+        if self._trace is not None:
+            self._trace.close()
+        if self._warm is not None:
+            self._warm.close()
+            self._warm.save(self._host.resident())
         self._host.close()
 
     def _tell(self) -> None:
@@ -108,7 +158,10 @@ class HostExperts:
 class PythonExperts:
     """Without a compiler: the same bits through the reference, many times slower. Reads when asked, never ahead."""
 
-    def __init__(self, store: Store, *, slots: int) -> None:
+    def __init__(self, store: Store, *, slots: int, trace: Recorder | None = None) -> None:
+        self._trace = trace
+        if trace is not None:
+            trace.attach(lambda: {**asdict(self.counters()), "policy": "lru", "prefetch": "off", "warm": False})
         self._store = store
         self._slots: OrderedDict[tuple[int, int], Bytes] = OrderedDict()  # the least recently used first
         self._total = min(slots, sum(map(len, store.blocks)))
@@ -125,6 +178,10 @@ class PythonExperts:
     def prefetch(self, layer: int, ids: Tensor) -> None:
         """Does nothing: one thread reads and computes."""
 
+    @property
+    def prefetching(self) -> bool:
+        return False
+
     def counters(self) -> Counters:
         read_bytes = self._misses * self._store.layout.block_bytes
         compute_s = self._step_s - self._wait_s
@@ -135,6 +192,8 @@ class PythonExperts:
         assert len(self._slots) <= self._total, f"{len(self._slots)} blocks in {self._total} slots"
 
     def close(self) -> None:
+        if self._trace is not None:
+            self._trace.close()
         self._slots.clear()
 
     def _expert(self, layer: int, id: int) -> reference.Expert:
@@ -160,9 +219,22 @@ class PythonExperts:
         return self._slots[layer, id]
 
 
-def open_experts(store: Store, *, slots: int, readers: int = 4, workers: int = 0, lock_memory: bool = False) -> Experts:
+def open_experts(
+    store: Store,
+    *,
+    slots: int,
+    readers: int = 4,
+    workers: int = 0,
+    lock_memory: bool = False,
+    copies: tuple[Copy, ...] = (),
+    warm: WarmSet | None = None,
+    prefetch: str = "auto",
+    trace: Recorder | None = None,
+) -> Experts:
     """The fastest way that this machine has. `slots` blocks in RAM (more than there are: all), `readers` threads on the
-    disk, `workers` threads of the process's shared pool (0: cores less two). Same bits whatever the numbers.
+    disk (0: as many as measure best), `workers` threads of the process's shared pool (0: cores less two), `copies` of
+    blocks on other disks, `warm` what was in RAM before, `prefetch` on, off or auto: as long as it pays. `trace` is
+    closed with the experts. Same bits whatever is given.
 
     Raises DiskError or MemoryPlanError if it cannot be had.
     """
@@ -170,13 +242,23 @@ def open_experts(store: Store, *, slots: int, readers: int = 4, workers: int = 0
         pool = use_threads(workers)
     except BuildError as error:
         log.warning("experts are computed in Python: %s", error)
-        return PythonExperts(store, slots=slots)
+        return PythonExperts(store, slots=slots, trace=trace)
     except OSError as error:
         raise MemoryPlanError(str(error)) from error
-    return HostExperts(store, pool, slots=slots, readers=readers, lock_memory=lock_memory)
+    return HostExperts(
+        store,
+        pool,
+        slots=slots,
+        readers=readers,
+        lock_memory=lock_memory,
+        copies=copies,
+        warm=warm,
+        prefetch=prefetch,
+        trace=trace,
+    )
 
 
-def catalog(store: Store) -> Catalog:
+def catalog(store: Store, copies: tuple[Copy, ...] = ()) -> Catalog:
     """The store's blocks as the library takes them."""
     shape = len(store.blocks), len(store.blocks[0])
     blocks = [block for layer in store.blocks for block in layer]
@@ -191,4 +273,5 @@ def catalog(store: Store) -> Catalog:
         array([block.xxh64 for block in blocks], np.uint64),
         array([block.up_scale for block in blocks], np.float32),
         array([block.down_scale for block in blocks], np.float32),
+        copies,
     )

@@ -1,0 +1,95 @@
+"""The expert cache over a restart: the file and its refusals, and an engine whose first reply has hits."""
+
+import logging
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from demo_engine import demo
+
+from services.engine.experts.store import Store
+from services.engine.experts.warm import NAME, WarmSet
+
+KEYS = np.array([5, 3, 9, 0], np.int32)
+
+
+def warm_set(folder: Path, fingerprint: str = "abc", blocks: int = 10) -> WarmSet:
+    return WarmSet(folder / NAME, fingerprint, blocks)
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    assert warm_set(tmp_path).load().tolist() == []
+    warm_set(tmp_path).save(KEYS)
+    assert warm_set(tmp_path).load().tolist() == KEYS.tolist()
+    assert [path.name for path in tmp_path.iterdir()] == [NAME], "nothing is left beside it"
+
+
+@pytest.mark.parametrize("change", ["byte", "head", "cut", "other model", "fewer experts", "no file of ours", "empty"])
+def test_what_does_not_match_is_refused(tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture) -> None:
+    warm_set(tmp_path).save(KEYS)
+    path = tmp_path / NAME
+    data = bytearray(path.read_bytes())
+    if change == "byte":
+        data[-3] ^= 1
+    elif change == "head":
+        data = bytearray(data.replace(b'"version": 1', b'"version": 2'))
+    elif change == "cut":
+        del data[-4:]
+    elif change == "no file of ours":
+        data = bytearray(b"\x00\xff")
+    elif change == "empty":
+        data = bytearray()
+    path.write_bytes(data)
+    reader = warm_set(tmp_path, "xyz" if change == "other model" else "abc", 9 if change == "fewer experts" else 10)
+    with caplog.at_level(logging.WARNING):
+        assert reader.load().tolist() == []
+    assert "the expert cache starts empty" in caplog.text
+    warm_set(tmp_path).save(KEYS)
+    assert warm_set(tmp_path).load().tolist() == KEYS.tolist(), "the next save mends it"
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    missing = WarmSet(tmp_path / "missing" / NAME, "abc", 10)
+    with caplog.at_level(logging.WARNING):
+        missing.save(KEYS)
+        missing.save(KEYS[:2])
+    assert caplog.text.count("cannot be written") == 1
+    missing.save(np.empty(0, np.int32))
+
+
+def test_it_is_saved_from_time_to_time(tmp_path: Path) -> None:
+    kept, asked = warm_set(tmp_path), threading.Event()
+
+    def resident() -> np.ndarray:
+        asked.set()
+        return KEYS
+
+    kept.keep(resident, every_s=0.01)
+    assert asked.wait(20)
+    kept.close()
+    assert warm_set(tmp_path).load().tolist() == KEYS.tolist()
+
+
+def answer(store: Store, folder: Path) -> tuple[list[int], float, float]:
+    """Of a fresh engine: the ids of its first reply, and its lookups in RAM and not."""
+    with demo(store, warm_dir=str(folder)) as running:
+        ids = running.answer(running.prompt("Tell me about a fox."), max_tokens=8)
+        hits, misses = (
+            sum(running.value("expert_lookups_total", tier=tier, phase=phase) for phase in ("prefill", "decode"))
+            for tier in ("ram", "nvme")
+        )
+        return ids, hits, misses
+
+
+def test_the_first_reply_after_a_restart_has_hits(demo_store: Store, tmp_path: Path) -> None:
+    """The same prompt, the same bits; once with the set of the run before, and, as a control, once without it."""
+    cold_ids, _, cold_misses = answer(demo_store, tmp_path)
+    assert (tmp_path / NAME).stat().st_size > 400
+    warm_ids, warm_hits, warm_misses = answer(demo_store, tmp_path)
+    (tmp_path / NAME).unlink()
+    again_ids, _, again_misses = answer(demo_store, tmp_path)
+    assert warm_ids == cold_ids == again_ids
+    assert warm_hits > 0
+    assert again_misses == cold_misses
+    assert warm_misses < cold_misses / 2, (warm_misses, cold_misses)
