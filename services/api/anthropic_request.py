@@ -8,6 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from services.api.messages import Content, Function, FunctionCall, Message, Tool, ToolCall, ToolName
 from services.api.schemas import ChatRequest
+from services.api.structured import ResponseFormat
 from services.api.validation import Body, JsonObject
 
 
@@ -87,16 +88,40 @@ class CustomTool(Body):
     name: ToolName
     description: str | None = None
     input_schema: JsonObject
+    strict: bool | None = None
+
+    def function(self) -> Function:
+        return Function(name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict)
 
 
 class ToolChoice(Body):
     type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
 
     @model_validator(mode="after")
-    def _is_built(self) -> "ToolChoice":
-        if self.type in ("any", "tool"):
-            raise PydanticCustomError("unsupported", "tools cannot be forced yet: use auto or none", {"param": "type"})
+    def _has_name(self) -> "ToolChoice":
+        if self.type == "tool" and self.name is None:
+            raise PydanticCustomError("missing", "a tool needs a name", {"param": "name"})
         return self
+
+    def openai(self) -> str | dict[str, Any]:
+        """The same in OpenAI's words."""
+        if self.type == "tool":
+            return {"type": "function", "name": self.name}
+        return "required" if self.type == "any" else self.type
+
+
+class Metadata(Body):
+    user_id: str | None = None
+
+
+class OutputFormat(ResponseFormat):
+    param = "output_format"
+
+
+class OutputConfig(Body):
+    format: OutputFormat | None = None
 
 
 class Thinking(Body):
@@ -125,13 +150,11 @@ class CountRequest(Body):
         """The same as a chat."""
         system = [Message(role="system", content=text)] if (text := self._system()) else []
         turns = [message for turn in self.messages for message in turn.messages()]
-        tools = [
-            Tool(function=Function(name=tool.name, description=tool.description, parameters=tool.input_schema))
-            for tool in self.tools or []
-        ]
+        tools = [Tool(function=tool.function()) for tool in self.tools or []]
         chat = ChatRequest(model=self.model, messages=[*system, *turns], tools=tools or None)
         if self.tool_choice is not None:
-            chat.tool_choice = self.tool_choice.type
+            chat.tool_choice = self.tool_choice.openai()
+            chat.parallel_tool_calls = not self.tool_choice.disable_parallel_tool_use
         if self.thinking is not None:
             chat.reasoning_effort = "none" if self.thinking.type == "disabled" else "high"
             chat.thinking_budget = self.thinking.budget_tokens
@@ -151,6 +174,9 @@ class MessagesRequest(CountRequest):
     temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    metadata: Metadata | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
     stop_sequences: list[str] | None = Field(default=None, max_length=16)
 
     @model_validator(mode="after")
@@ -162,6 +188,7 @@ class MessagesRequest(CountRequest):
     def chat(self) -> ChatRequest:
         chat = super().chat()
         chat.max_tokens, chat.stream, chat.stop = self.max_tokens, self.stream, self.stop_sequences
+        chat.response_format = self.output_format or (self.output_config.format if self.output_config else None)
         chat.temperature, chat.top_p, chat.top_k = self.temperature, self.top_p, self.top_k
         return chat
 

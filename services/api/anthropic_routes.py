@@ -8,6 +8,7 @@ from services.api.anthropic_reply import WIRE, MessageReply
 from services.api.anthropic_request import CountRequest, MessagesRequest
 from services.api.chat import Chats
 from services.api.serving import read_json, rejoin, respond
+from services.api.users import caller_of
 from services.api.validation import body_schema, validate
 
 router = APIRouter()
@@ -19,7 +20,8 @@ async def messages(request: Request) -> Response:
     body = validate(MessagesRequest, await read_json(request))
     if (joined := await rejoin(request)) is not None:
         return joined
-    choices = await request.app.state.chats.open(body.chat(), request.state.request_id, "msg_")
+    caller = caller_of(request, body.metadata.user_id if body.metadata else None)
+    choices = await request.app.state.chats.open(body.chat(), caller, "msg_")
     return await respond(request, choices, MessageReply(body.model, choices), bool(body.stream), WIRE)
 
 

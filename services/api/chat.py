@@ -11,9 +11,10 @@ from weakref import WeakValueDictionary
 
 from services.api.answer import Answer, Asked
 from services.api.background import is_background
+from services.api.call_grammar import answer_form, tool_choice
 from services.api.choices import Choices
 from services.api.client import Engine, Engines
-from services.api.errors import ContextTooLong, InvalidRequest, NotFound, Unsupported
+from services.api.errors import ContextTooLong, FormRefused, InvalidRequest, NotFound, Unsupported
 from services.api.metrics import Metrics
 from services.api.model_folder import ModelFolder, thinks
 from services.api.parsers.answer import AnswerParser, TextParser
@@ -22,8 +23,10 @@ from services.api.sampling import Sampling
 from services.api.saving import Saving
 from services.api.schemas import ChatRequest
 from services.api.snapshots import Plan, Snapshots
+from services.api.structured import Form
 from services.api.templates import Prompt
 from services.api.text import CompletionRequest
+from services.api.users import Caller
 from services.rpc import engine_pb2 as pb
 
 EFFORTS = {"none": False, "minimal": True, "low": True, "medium": True, "high": True}
@@ -51,27 +54,27 @@ class Chats:
         self._timeout_s = timeout_s
         self._under_way: WeakValueDictionary[str, Choices] = WeakValueDictionary()
 
-    async def open(self, request: ChatRequest, request_id: str, prefix: str = "chatcmpl-") -> Choices:
+    async def open(self, request: ChatRequest, caller: Caller, prefix: str = "chatcmpl-") -> Choices:
         """Everything up to the engine's yes. Raises ApiError for what can be known by then. `prefix` begins the id."""
 
         async def open_answer(choice: int) -> Answer:
-            return await self._open_answer(request, request_id, choice)
+            return await self._open_answer(request, caller, choice)
 
-        return self._noted(Choices(await open_answer(0), request.n or 1, open_answer, prefix), request_id)
+        return self._noted(Choices(await open_answer(0), request.n or 1, open_answer, prefix), caller)
 
     async def render(self, request: ChatRequest, info: pb.InfoResponse) -> Prompt:
         """The dialog as the model reads it. Raises ModelNotFound and TemplateRefused."""
         messages, tools, options = self._parts(request, info)
         return await asyncio.to_thread(self.folder.template.prompt, messages, tools, options)
 
-    async def open_text(self, request: CompletionRequest, request_id: str) -> Choices:
+    async def open_text(self, request: CompletionRequest, caller: Caller) -> Choices:
         """The same for texts: every prompt `n` times."""
         each = request.n or 1
 
         async def open_answer(choice: int) -> Answer:
-            return await self._open_text_answer(request, request.prompts[choice // each], request_id, choice)
+            return await self._open_text_answer(request, request.prompts[choice // each], caller, choice)
 
-        return self._noted(Choices(await open_answer(0), each * len(request.prompts), open_answer, "cmpl-"), request_id)
+        return self._noted(Choices(await open_answer(0), each * len(request.prompts), open_answer, "cmpl-"), caller)
 
     def under_way(self, name: str) -> Choices:
         """By id of the answer or of the request. Raises NotFound."""
@@ -80,11 +83,11 @@ class Chats:
             raise NotFound(f"no answer with the id {name!r} is under way", "id")
         return choices
 
-    def _noted(self, choices: Choices, request_id: str) -> Choices:
-        self._under_way[choices.id] = self._under_way[request_id] = choices
+    def _noted(self, choices: Choices, caller: Caller) -> Choices:
+        self._under_way[choices.id] = self._under_way[caller.request_id] = choices
         return choices
 
-    async def _open_answer(self, request: ChatRequest, request_id: str, choice: int) -> Answer:
+    async def _open_answer(self, request: ChatRequest, caller: Caller, choice: int) -> Answer:
         began = time.perf_counter()
         engine, info = await self.engines.pick()
         prompt = await self.render(request, info)
@@ -94,15 +97,17 @@ class Chats:
             plan = replace(plan, keep={}, keep_answer=False)
         self.metrics.prompt_s.observe(time.perf_counter() - began)
         top = (request.top_logprobs or 0) if request.logprobs else None
-        start = self._start(request, request_id, plan, info, choice, top, self._thinking(request, prompt))
+        choice_of_tools = tool_choice(request.tool_choice, request.parallel_tool_calls)
+        form = answer_form(request.usable_tools, choice_of_tools, request.form, self.folder.tokenizer.added)
+        start = self._start(request, caller, plan, info, choice, top, self._thinking(request, prompt, form), form)
         start.low_priority = background
         schemas = {tool.function.name: tool.function.parameters or {} for tool in request.usable_tools}
         parser = AnswerParser(prompt.starts_thinking, schemas or None, request.stops)
         asked = Asked(*self._parts(request, info), plan, parser, bool(request.logprobs), began)
-        return await self._begin(engine, info, start, asked)
+        return await self._begin(engine, info, start, asked, form)
 
     async def _open_text_answer(
-        self, request: CompletionRequest, prompt: str | list[int], request_id: str, choice: int
+        self, request: CompletionRequest, prompt: str | list[int], caller: Caller, choice: int
     ) -> Answer:
         began = time.perf_counter()
         engine, info = await self.engines.pick()
@@ -113,14 +118,19 @@ class Chats:
             raise InvalidRequest("prompt has an id that is no token of this model", "prompt")
         plan = self.snapshots.unkept(ids, info)
         self.metrics.prompt_s.observe(time.perf_counter() - began)
-        start = self._start(request, request_id, plan, info, choice, request.logprobs, None)
+        start = self._start(request, caller, plan, info, choice, request.logprobs, None, request.form)
         asked = Asked((), (), {}, plan, TextParser(request.stops), request.logprobs is not None, began)
-        return await self._begin(engine, info, start, asked)
+        return await self._begin(engine, info, start, asked, request.form)
 
-    async def _begin(self, engine: Engine, info: pb.InfoResponse, start: pb.Start, asked: Asked) -> Answer:
+    async def _begin(
+        self, engine: Engine, info: pb.InfoResponse, start: pb.Start, asked: Asked, form: Form | None
+    ) -> Answer:
         generation = engine.generate(self._timeout_s)
         try:
             await generation.start(start)
+        except FormRefused as error:
+            assert form is not None
+            raise FormRefused(f"{form.param}: {error}", form.param) from error
         except BaseException:
             generation.cancel()
             raise
@@ -128,18 +138,19 @@ class Chats:
 
     def _parts(self, request: ChatRequest, info: pb.InfoResponse) -> tuple[list[Any], list[Any], Mapping[str, Any]]:
         messages = [message.for_template() for message in request.messages]
-        tools = [tool.model_dump(exclude_none=True) for tool in request.usable_tools]
+        tools = [tool.for_template() for tool in request.usable_tools]
         return messages, tools, template_options(request, thinks(request.model, info))
 
-    def _thinking(self, request: ChatRequest, prompt: Prompt) -> pb.Thinking | None:
+    def _thinking(self, request: ChatRequest, prompt: Prompt, form: Form | None) -> pb.Thinking | None:
         """What ends the thinking that the prompt begins; None without any."""
         if not prompt.starts_thinking:
             return None
         added = self.folder.tokenizer.added
         if CLOSE not in added:
-            if request.thinking_budget is None:
+            if request.thinking_budget is None and form is None:
                 return None
-            raise Unsupported(f"this model has no token {CLOSE}: its thinking cannot be limited", "thinking_budget")
+            param = "thinking_budget" if form is None else form.param
+            raise Unsupported(f"this model has no token {CLOSE}: the end of its thinking cannot be told", param)
         ends = [CLOSE, CALL] if request.usable_tools else [CLOSE]
         end_ids = [added[end].id for end in ends if end in added]
         return pb.Thinking(end_ids=end_ids, budget_tokens=request.thinking_budget)
@@ -147,12 +158,13 @@ class Chats:
     def _start(
         self,
         sampling: Sampling,
-        request_id: str,
+        caller: Caller,
         plan: Plan,
         info: pb.InfoResponse,
         choice: int,
         top_logprobs: int | None,
         thinking: pb.Thinking | None,
+        form: Form | None,
     ) -> pb.Start:
         room = info.context_tokens - len(plan.ids)
         if room < 1:
@@ -165,7 +177,7 @@ class Chats:
         defaults = self.folder.defaults
         max_tokens = min(sampling.longest or self._default_max_tokens or room, room)
         return pb.Start(
-            request_id=request_id,
+            request_id=caller.request_id,
             ids=plan.ids,
             max_tokens=max_tokens,
             sampling=sampling.message(defaults, info.vocab_size, choice),
@@ -178,6 +190,8 @@ class Chats:
             logprobs=None if top_logprobs is None else pb.Logprobs(top=top_logprobs),
             thinking=thinking,
             low_priority=False,
+            grammar=None if form is None else form.grammar,
+            user=caller.user,
         )
 
 

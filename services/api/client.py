@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 INFO_TIMEOUT_S = 2.0
 INFO_AGE_S = 5.0
 ADMISSION_S = 1.0  # an engine says at once whether it takes a request in; after this a stream begins anyway
+FORM_S = 15.0  # the same, where it works out a grammar before
 CHANNEL_OPTIONS = [
     ("grpc.keepalive_time_ms", 20_000),  # a machine that vanished is noticed without traffic
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -112,7 +113,7 @@ class Generation:
         """Send the request and wait until the engine has taken it in or refused it."""
         await self._write(pb.GenerateIn(start=start))
         admitted = asyncio.ensure_future(self._call.initial_metadata())
-        await asyncio.wait({admitted}, timeout=ADMISSION_S)
+        await asyncio.wait({admitted}, timeout=FORM_S if start.HasField("grammar") else ADMISSION_S)
         admitted.cancel()
         if self._call.done() and await self._call.code() is not grpc.StatusCode.OK:
             await self._raise()

@@ -7,6 +7,7 @@ ApiError                    500
 │   ├── Unsupported         400  known, but not built: silence would change the answer
 │   ├── ContextTooLong      400
 │   ├── TemplateRefused     400  the model's chat template cannot render these messages
+│   ├── FormRefused         400  a schema or grammar that is wrong, that nothing fits, or that takes too much
 │   └── BodyTooLarge        413
 ├── Unauthorized            401
 ├── NotFound                404
@@ -87,6 +88,10 @@ class TemplateRefused(InvalidRequest):
     code = "template_error"
 
 
+class FormRefused(InvalidRequest):
+    code = "invalid_schema"
+
+
 class BodyTooLarge(InvalidRequest):
     code = "body_too_large"
     status = 413
@@ -162,6 +167,7 @@ BY_ENGINE_CODE: dict[str, type[ApiError]] = {
     "context_too_long": ContextTooLong,
     "bad_sampling": InvalidRequest,
     "bad_snapshot_position": EngineFailed,
+    "bad_grammar": FormRefused,
     "bad_stream": EngineFailed,
     "bad_picture": InvalidRequest,
     "picture_gone": QueueFull,  # others' pictures took its place while it waited

@@ -101,8 +101,13 @@ class Function(Body):
     name: ToolName
     description: str | None = None
     parameters: JsonObject | None = None
+    strict: bool | None = None  # also where a call is the model's own choice, its arguments must fit
 
 
 class Tool(Body):
     type: Literal["function"] = "function"
     function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool as the chat template expects it."""
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})

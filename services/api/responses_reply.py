@@ -49,14 +49,14 @@ class ResponseReply:
             "metadata": request.metadata or {},
             "model": request.model,
             "output": self._output,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
             "store": request.store is not False,
             "temperature": request.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": _format(request)},
             "tool_choice": request.tool_choice or "auto",
-            "tools": [tool.model_dump() | {"strict": False} for tool in request.tools or []],
+            "tools": [tool.model_dump() | {"strict": bool(tool.strict)} for tool in request.tools or []],
             "top_p": request.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -168,6 +168,11 @@ class ResponseReply:
     def _event(self, kind: str, **fields: Any) -> Event:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
+
+
+def _format(request: ResponseRequest) -> Event:
+    found = request.text.format if request.text else None
+    return {"type": "text"} if found is None else found.model_dump(by_alias=True, exclude_none=True)
 
 
 def usage_of(counts: Usage) -> Event:

@@ -7,7 +7,8 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.api.messages import Content, Function, FunctionCall, Message, Tool, ToolCall, ToolName
-from services.api.schemas import ChatRequest
+from services.api.schemas import WRONG_CHOICE, ChatRequest
+from services.api.structured import ResponseFormat
 from services.api.validation import Body, JsonObject
 
 MOST_METADATA = 16
@@ -56,6 +57,18 @@ class FunctionTool(Body):
     name: ToolName
     description: str | None = None
     parameters: JsonObject | None = None
+    strict: bool | None = None
+
+    def function(self) -> Function:
+        return Function(name=self.name, description=self.description, parameters=self.parameters, strict=self.strict)
+
+
+class TextFormat(ResponseFormat):
+    param = "text.format"
+
+
+class TextConfig(Body):
+    format: TextFormat | None = None
 
 
 class Reasoning(Body):
@@ -75,7 +88,10 @@ class ResponseRequest(Body):
     tools: list[FunctionTool] | None = None
     tool_choice: str | JsonObject | None = None
     reasoning: Reasoning | None = None
-    text: JsonObject | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
     stream: bool | None = None
     store: bool | None = None
     background: bool | None = None
@@ -83,16 +99,11 @@ class ResponseRequest(Body):
 
     @model_validator(mode="after")
     def _is_built(self) -> "ResponseRequest":
-        wrong = None
-        if self.tool_choice not in (None, "auto", "none"):
-            wrong = "tool_choice"
-        elif (self.text or {}).get("format") not in (None, {"type": "text"}):
-            wrong = "text.format"
-        elif self.background and (self.stream or self.store is False):
-            wrong = "background"
-        if wrong:
-            text = "{param} is not supported yet: leave it out or use its default"
-            raise PydanticCustomError("unsupported", text, {"param": wrong})
+        if self.background and (self.stream or self.store is False):
+            text = "{param} is not supported with stream or without store"
+            raise PydanticCustomError("unsupported", text, {"param": "background"})
+        if isinstance(self.tool_choice, str) and self.tool_choice not in ("auto", "none", "required"):
+            raise PydanticCustomError("tool_choice", WRONG_CHOICE, {"param": "tool_choice"})
         if not self.input:
             raise PydanticCustomError("missing", "input is empty", {"param": "input"})
         return self
@@ -100,19 +111,19 @@ class ResponseRequest(Body):
     def chat(self, before: Sequence[Message]) -> ChatRequest:
         """The same as a chat; `before` is what the previous response read and answered, without its instructions."""
         system = [Message(role="system", content=self.instructions)] if self.instructions else []
-        tools = [
-            Tool(function=Function(name=tool.name, description=tool.description, parameters=tool.parameters))
-            for tool in self.tools or []
-        ]
+        tools = [Tool(function=tool.function()) for tool in self.tools or []]
         chat = ChatRequest(
             model=self.model,
             messages=[*system, *before, *self.messages()],
             tools=tools or None,
             tool_choice=self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls,
             max_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
         )
+        if self.text is not None:
+            chat.response_format = self.text.format
         if self.reasoning is not None:
             chat.reasoning_effort = self.reasoning.effort
         return chat

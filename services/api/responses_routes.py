@@ -11,6 +11,7 @@ from services.api.responses_memory import ResponseMemory
 from services.api.responses_reply import WIRE, ResponseReply
 from services.api.responses_request import ResponseRequest
 from services.api.serving import read_json, rejoin, respond
+from services.api.users import caller_of
 from services.api.validation import body_schema, validate
 
 router = APIRouter()
@@ -26,7 +27,7 @@ async def create(request: Request) -> Response:
     chats: Chats = request.app.state.chats
     previous = body.previous_response_id
     before = memory.kept(previous, "previous_response_id").messages if previous else []
-    choices = await chats.open(body.chat(before), request.state.request_id, "resp_")
+    choices = await chats.open(body.chat(before), caller_of(request, body.safety_identifier or body.user), "resp_")
 
     def ended(reply: ResponseReply) -> None:
         said = choices.answers[0].message

@@ -12,6 +12,7 @@ from services.api.model_folder import model_ids, thinks
 from services.api.replies import ChatReply
 from services.api.schemas import ChatRequest, ControlRequest
 from services.api.serving import read_json, rejoin, respond
+from services.api.users import caller_of
 from services.api.validation import body_schema, validate
 from services.rpc import engine_pb2 as pb
 
@@ -26,7 +27,7 @@ async def chat_completions(request: Request) -> Response:
     chat = validate(ChatRequest, await read_json(request))
     if (joined := await rejoin(request)) is not None:
         return joined
-    choices = await request.app.state.chats.open(chat, request.state.request_id)
+    choices = await request.app.state.chats.open(chat, caller_of(request, chat.user_name))
     return await respond(request, choices, ChatReply(chat, choices), bool(chat.stream))
 
 

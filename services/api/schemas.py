@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from services.api.messages import Message, Tool
 from services.api.sampling import Sampling
+from services.api.structured import Structured
 from services.api.validation import Body, JsonObject
 
 MOST_LOGPROBS = 20
@@ -20,18 +21,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
     "function_call": (None, "auto", "none"),
     "functions": (None, []),
-    "grammar": (None, ""),
-    "guided_choice": (None, []),
-    "guided_grammar": (None, ""),
-    "guided_json": (None,),
-    "guided_regex": (None, ""),
     "modalities": (None, ["text"]),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
     "suffix": (None, ""),
-    "tool_choice": (None, "auto", "none"),
     "typical_p": (None, 1),
 }
+WRONG_CHOICE = "tool_choice must be auto, none, required, or name a function"
 BUDGET_NAMES = ("thinking_budget", "thinking_token_budget", "thinking_budget_tokens", "reasoning_budget")
 
 
@@ -49,7 +43,7 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class ChatRequest(Sampling):
+class ChatRequest(Sampling, Structured):
     """POST /v1/chat/completions."""
 
     model: str
@@ -61,10 +55,13 @@ class ChatRequest(Sampling):
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     tools: list[Tool] | None = None
     tool_choice: str | JsonObject | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
     thinking_budget: int | None = Field(
         default=None, ge=0, lt=2**31
     )  # tokens; other servers' names for it are taken too
+    user: str | None = None
+    safety_identifier: str | None = None
     chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
 
     @model_validator(mode="before")
@@ -88,9 +85,19 @@ class ChatRequest(Sampling):
             )
         return self
 
+    @model_validator(mode="after")
+    def _choice_of_tools(self) -> "ChatRequest":
+        if isinstance(self.tool_choice, str) and self.tool_choice not in ("auto", "none", "required"):
+            raise PydanticCustomError("tool_choice", WRONG_CHOICE, {"param": "tool_choice"})
+        return self
+
     @property
     def longest(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def user_name(self) -> str | None:
+        return self.safety_identifier or self.user
 
     @property
     def usable_tools(self) -> list[Tool]:

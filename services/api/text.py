@@ -16,18 +16,20 @@ from services.api.parsers.answer import Content, Delta
 from services.api.replies import of_prompts, timings, usage
 from services.api.sampling import Sampling
 from services.api.schemas import MOST_LOGPROBS, StreamOptions, refuse_what_is_not_built
+from services.api.structured import Structured
 from services.api.validation import Body
 
 MOST_PROMPTS = 64
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(Sampling, Structured):
     """POST /v1/completions."""
 
     model: str
     prompt: str | list[int] | list[str] | list[list[int]]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    user: str | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
 
     @model_validator(mode="before")

@@ -9,6 +9,7 @@ from services.api.errors import InvalidRequest
 from services.api.schemas import ChatRequest
 from services.api.serving import read_json, rejoin, respond
 from services.api.text import CompletionRequest, DetokenizeRequest, TextReply, TokenizeRequest
+from services.api.users import caller_of
 from services.api.validation import body_schema, validate
 
 router = APIRouter()
@@ -21,7 +22,7 @@ async def completions(request: Request) -> Response:
     if (joined := await rejoin(request)) is not None:
         return joined
     chats: Chats = request.app.state.chats
-    choices = await chats.open_text(body, request.state.request_id)
+    choices = await chats.open_text(body, caller_of(request, body.user))
     return await respond(request, choices, TextReply(body, choices), bool(body.stream))
 
 

@@ -44,7 +44,7 @@ class EngineConfig:
     )
     kv_gb: float = setting(1.0, "GB", "memory for the attention layers' keys and values, shared by all sequences")
     prefill_chunk_tokens: int = setting(64, "tokens", "prompt tokens read between two tokens of the other sequences")
-    grammar_max_bytes: int = setting(131_072, "bytes", "largest schema or grammar that an answer may have to follow")
+    grammar_max_bytes: int = setting(262_144, "bytes", "largest schema or grammar that an answer may have to follow")
     grammar_timeout_s: float = setting(5.0, "s", "longest wait for a schema or grammar to be worked out")
 
     hot_states_gb: float = setting(

@@ -29,7 +29,6 @@ MOST_KEPT = 64  # grammars, good and bad ones
 THREADS = 2
 MOST_LEXER_STATES = 50_000  # of one answer, 1 to 2 kB each
 LONGEST_REASON = 500
-JSON_SPACE = r" |\n {0,16}"  # between the parts of a JSON text: pretty printing, but no endless row of it
 
 
 class Matcher:
@@ -149,7 +148,7 @@ def _source(grammar: Grammar) -> str:
     try:
         match grammar.form:
             case Form.JSON_SCHEMA:
-                return LLMatcher.grammar_from_json_schema(grammar.text, {"whitespace_pattern": JSON_SPACE})
+                return LLMatcher.grammar_from_json_schema(json.loads(grammar.text))
             case Form.REGEX:
                 return LLMatcher.grammar_from_regex(grammar.text)
             case Form.LARK:

@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no message": ({"messages": []}, "messages"),
     "a picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content"),
     "an answer begun": ({"messages": [*HI, {"role": "assistant", "content": "A"}]}, "messages"),
-    "a forced tool": ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice.type"),
+    "a forced tool without a name": ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
     "a server's tool": ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]."),
     "temperature": ({"temperature": "hot"}, "temperature"),
     "stops": ({"stop_sequences": [""]}, "stop_sequences"),

@@ -132,8 +132,8 @@ def test_bad_fields_are_named(shared_api: RunningApi, shared_engine: ScriptedEng
 
 
 UNSUPPORTED = {
-    "response_format": {"type": "json_object"}, "tool_choice": "required", "functions": [{"name": "f"}],
-    "guided_json": {}, "audio": {"voice": "x"}, "modalities": ["audio"], "best_of": 2, "echo": True, "suffix": "x",
+    "functions": [{"name": "f"}], "audio": {"voice": "x"}, "modalities": ["audio"], "best_of": 2, "echo": True,
+    "suffix": "x",
 }  # fmt: skip
 
 

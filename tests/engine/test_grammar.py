@@ -29,6 +29,7 @@ PERSON = {
     },
     "required": ["name", "age"],
     "additionalProperties": False,
+    "x-guidance": {"whitespace_pattern": " "},
 }
 SCHEMA = Grammar(Form.JSON_SCHEMA, json.dumps(PERSON))
 REGEX = Grammar(Form.REGEX, "(yes|no), [a-z]{5}")
@@ -170,7 +171,8 @@ def test_a_restored_prompt_and_a_retry_give_the_same_answer(engine: Demo) -> Non
 
 
 WRONG = [
-    (Form.JSON_SCHEMA, "{", "not usable: EOF"),
+    (Form.JSON_SCHEMA, "{", "not usable: Expecting property name"),
+    (Form.JSON_SCHEMA, "[5]", "not usable"),
     (Form.JSON_SCHEMA, '{"type": "strnig"}', "Invalid type: strnig"),
     (Form.JSON_SCHEMA, '{"type": "integer", "minimum": 5, "maximum": 3}', "Unsatisfiable schema: minimum"),
     (Form.JSON_SCHEMA, '{"$ref": "#"}', "no text fits"),

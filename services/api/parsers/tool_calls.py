@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.api.parsers.holding import held_length, trailing_space
-from services.api.parsers.values import dump, is_plain_string, to_json
+from services.api.parsers.values import dump, is_plain_string, resolved, to_json
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
@@ -217,8 +217,9 @@ class ToolCallParser:
         self._calls += 1
 
     def _schema(self) -> Any:
-        properties = self._schemas.get(self._name, {}).get("properties")
-        return properties.get(self._key) if isinstance(properties, Mapping) else None
+        parameters = self._schemas.get(self._name, {})
+        properties = parameters.get("properties")
+        return resolved(properties.get(self._key), parameters) if isinstance(properties, Mapping) else None
 
     def _begin_value(self, key: str) -> None:
         self._key, self._value = key, []

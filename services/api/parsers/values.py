@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+MOST_REFERENCES = 16  # that lead to one another
+
 _INTEGER = re.compile(r"-?(0|[1-9]\d*)\Z")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?\Z")
 
@@ -15,6 +17,21 @@ _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?\Z")
 def is_plain_string(schema: Any) -> bool:
     """Whether a parameter's text is its value as it stands; so it is without a schema too."""
     return types_of(schema) <= {"string"}
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """The schema that a `$ref` into `root` stands for, with what is written beside it; others as they are."""
+    for _ in range(MOST_REFERENCES):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            return schema
+        found: Any = root
+        for step in reference[2:].split("/"):
+            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        if not isinstance(found, Mapping):
+            return schema
+        schema = {**found, **{key: value for key, value in schema.items() if key != "$ref"}}
+    return schema
 
 
 def types_of(schema: Any) -> set[str]:
