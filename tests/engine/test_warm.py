@@ -91,5 +91,4 @@ def test_the_first_reply_after_a_restart_has_hits(demo_store: Store, tmp_path: P
     again_ids, _, again_misses = answer(demo_store, tmp_path)
     assert warm_ids == cold_ids == again_ids
     assert warm_hits > 0
-    assert again_misses == cold_misses
-    assert warm_misses < cold_misses / 2, (warm_misses, cold_misses)
+    assert warm_misses < min(cold_misses, again_misses) / 2, (warm_misses, cold_misses, again_misses)
