@@ -194,10 +194,7 @@ class Answer:
     async def _restore(self, restore: pb.Restore) -> None:
         source, plan = pb.Restore.Source.Name(restore.source), self._asked.plan
         if restore.source == pb.Restore.SEND:
-            sent = await self._generation.send_payload(self._snapshots.payload(plan, restore.state.state_id))
-            self._sent_whole = sent == restore.state.size_bytes
-            if not self._sent_whole:
-                await self._generation.half_close()  # it cannot be had any more: the prompt is read from its beginning
+            self._sent_whole = await self._snapshots.send(plan, restore, self._generation)
             return
         self._metrics.lookups[source.lower(),].inc()
         if restore.source == pb.Restore.REFUSED:

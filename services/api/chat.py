@@ -186,6 +186,8 @@ class Chats:
             snapshot_answer=plan.keep_answer,
             offers=plan.refs(),
             heads_only=plan.heads_only,
+            snapshots_on_request=True,
+            idle=False,
             min_tokens=sampling.least(max_tokens),
             logprobs=None if top_logprobs is None else pb.Logprobs(top=top_logprobs),
             thinking=thinking,

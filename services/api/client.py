@@ -107,7 +107,6 @@ class Generation:
     def __init__(self, call: Any, engine: Engine) -> None:  # grpc.aio's own types are not published
         self._call = call
         self._engine = engine
-        self._half_closed = False
 
     async def start(self, start: pb.Start) -> None:
         """Send the request and wait until the engine has taken it in or refused it."""
@@ -137,13 +136,20 @@ class Generation:
             yield message
 
     async def send_payload(self, chunks: AsyncIterator[bytes]) -> int:
-        """The payload the engine asked for; returns the bytes sent. Half-closing is left to the caller."""
-        sent = index = 0
+        """The payload the engine asked for; returns the number of chunks sent."""
+        index = 0
         async for chunk in chunks:
             await self._write(pb.GenerateIn(chunk=pb.SnapshotChunk(index=index, data=chunk)))
             index += 1
-            sent += len(chunk)
-        return sent
+        return index
+
+    async def say_unavailable(self) -> None:
+        """The payload the engine asked for cannot be had."""
+        await self._say(pb.GenerateIn(unavailable=pb.Unavailable()))
+
+    async def want(self, own_part: bool, blocks: Sequence[int]) -> None:
+        """What the engine shall send of the snapshot whose head came last. Raises if it cannot be told any more."""
+        await self._write(pb.GenerateIn(want=pb.Want(own_part=own_part, blocks=blocks)))
 
     async def stop(self) -> bool:
         """End the answer now; Finish and the snapshots follow. False if nothing can be said to the engine any more."""
@@ -154,16 +160,10 @@ class Generation:
         return await self._say(pb.GenerateIn(stop_thinking=pb.StopThinking()))
 
     async def _say(self, message: pb.GenerateIn) -> bool:
-        if self._half_closed or self._call.done():
+        if self._call.done():
             return False
         await self._write(message)
         return True
-
-    async def half_close(self) -> None:
-        if not self._half_closed and not self._call.done():
-            self._half_closed = True
-            with _translated():
-                await self._call.done_writing()
 
     def cancel(self) -> None:
         self._call.cancel()

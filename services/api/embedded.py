@@ -91,7 +91,8 @@ class EmbeddedStore:
             "dir": self._folder.name,
             "maxmemory": f"{self._memory_mb}mb",
             "maxmemory-policy": "allkeys-lru",
-            "lazyfree-lazy-eviction": "yes",  # a payload is large: freeing it must not hold up others
+            # What is freed in the background does not count as freed: up to 16 keys would go where one is enough.
+            "lazyfree-lazy-eviction": "no",
             "lazyfree-lazy-user-del": "yes",
             "save": "",
             "appendonly": "no",

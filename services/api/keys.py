@@ -4,7 +4,7 @@ else decides the state's bits: fingerprints of model and arithmetic, the picture
 import hashlib
 from collections.abc import Iterable, Sequence
 
-VERSION = 1  # of everything the api writes to the store; another version is another key
+VERSION = 2  # of everything the api writes to the store; another version is another key
 
 
 def space_of(model_fingerprint: str, arithmetic_fingerprint: str) -> bytes:
@@ -40,5 +40,10 @@ def record_name(key: bytes) -> str:
 
 
 def payload_name(state_id: bytes) -> str:
-    """Redis key of a state's payload."""
+    """Redis key of the own part of a state's payload."""
     return f"thimble:{VERSION}:state:{state_id.hex()}"
+
+
+def block_name(block: bytes) -> str:
+    """Redis key of a KV block, which several states may share."""
+    return f"thimble:{VERSION}:block:{block.hex()}"

@@ -11,22 +11,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 MOST_TOKENS = 10_000_000
-_FIXED = struct.Struct("<IIQI")  # ids, tokens, size_bytes, chunks
+BLOCK_NAME_BYTES = 16
+_FIXED = struct.Struct("<IIQIII")  # as in Head
 
 
 @dataclass(frozen=True)
 class Head:
-    """A record without its ids."""
+    """A record without its ids and block names."""
 
     state_id: bytes
     ids: int  # how many
     tokens: int  # of them consumed by the state
-    size_bytes: int
-    chunks: int
+    size_bytes: int  # of the payload's own part; 0: it is nowhere but in an engine
+    chunks: int  # of that
+    blocks: int = 0  # how many KV blocks belong to it
+    block_bytes: int = 0  # size of each
 
     def __post_init__(self) -> None:
         sound = 0 < len(self.state_id) <= 64 and 0 < self.tokens <= self.ids <= MOST_TOKENS
-        if not sound or bool(self.size_bytes) != bool(self.chunks):
+        if not sound or bool(self.size_bytes) != bool(self.chunks) or self.blocks > self.tokens:
             raise ValueError("numbers that do not fit together")
 
 
@@ -34,30 +37,34 @@ class Head:
 class Record:
     head: Head
     ids: "array[int]"  # 4 bytes each: a long dialog has many
+    blocks: tuple[bytes, ...] = ()  # their names, in order
 
 
 def to_fields(record: Record) -> dict[str, bytes]:
     """The fields of a record's hash in the store."""
     head = record.head
-    fixed = _FIXED.pack(head.ids, head.tokens, head.size_bytes, head.chunks)
-    return {"head": fixed + head.state_id, "ids": record.ids.tobytes()}
+    fixed = _FIXED.pack(head.ids, head.tokens, head.size_bytes, head.chunks, head.blocks, head.block_bytes)
+    return {"head": fixed + head.state_id, "ids": record.ids.tobytes(), "blocks": b"".join(record.blocks)}
 
 
 def head_from_field(field: object) -> Head | None:
     """None for anything that `to_fields` would not have written."""
     if not isinstance(field, bytes) or len(field) < _FIXED.size:
         return None
-    ids, tokens, size_bytes, chunks = _FIXED.unpack_from(field)
     try:
-        return Head(field[_FIXED.size :], ids, tokens, size_bytes, chunks)
+        return Head(field[_FIXED.size :], *_FIXED.unpack_from(field))
     except ValueError:
         return None
 
 
-def record_from_field(head: Head, field: object) -> Record | None:
-    if not isinstance(field, bytes) or len(field) != 4 * head.ids:
+def record_from_fields(head: Head, ids: object, blocks: object) -> Record | None:
+    """None for anything that does not fit the head."""
+    if not isinstance(ids, bytes) or len(ids) != 4 * head.ids:
         return None
-    return Record(head, array("I", field))
+    if not isinstance(blocks, bytes) or len(blocks) != BLOCK_NAME_BYTES * head.blocks:
+        return None
+    names = tuple(blocks[at : at + BLOCK_NAME_BYTES] for at in range(0, len(blocks), BLOCK_NAME_BYTES))
+    return Record(head, array("I", ids), names)
 
 
 class RecordMemory:

@@ -87,10 +87,7 @@ class Saving:
                 messages = generation.messages()
                 async for message in messages:
                     if message.WhichOneof("message") == "snapshot":
-                        chunks = _Chunks(message.snapshot, messages)
-                        await self._save_one(plan, answer, message.snapshot, chunks)
-                        async for _ in chunks:  # what nobody wanted still has to be taken off the stream
-                            pass
+                        await self._save_one(plan, answer, message.snapshot, generation, messages)
             self._metrics.save_s.observe(time.perf_counter() - began)
         except (ApiError, TimeoutError) as error:
             self._metrics.writes["failed",].inc()
@@ -107,34 +104,60 @@ class Saving:
             key, ids = answer or (None, ())
         if key is None or not 0 < tokens <= len(ids):
             return None
-        size_bytes = head.state.size_bytes if head.chunks else 0
-        record = Record(Head(head.state.state_id, len(ids), tokens, size_bytes, head.chunks), array("I", ids))
+        state, size_bytes = head.state, head.state.size_bytes if head.chunks else 0
+        known = Head(state.state_id, len(ids), tokens, size_bytes, head.chunks, len(state.blocks), state.block_bytes)
+        record = Record(known, array("I", ids), tuple(state.blocks))
         self._memory.put(key, record)
         return key, record
 
-    async def _save_one(self, plan: Plan, answer: "_Answered | None", head: pb.SnapshotHead, chunks: "_Chunks") -> None:
+    async def _save_one(
+        self,
+        plan: Plan,
+        answer: "_Answered | None",
+        head: pb.SnapshotHead,
+        generation: Generation,
+        messages: AsyncIterator[pb.GenerateOut],
+    ) -> None:
+        """Take one snapshot off the stream, as far as it is of use."""
         noted = self._note(plan, answer, head)
         state_id = head.state.state_id
-        if noted is None or self._store is None or not head.chunks or state_id in self._writing:
+        if not head.chunks:
+            return
+        if noted is None or self._store is None or state_id in self._writing:
+            await generation.want(False, ())
             return
         self._writing.add(state_id)
         try:
-            await self._upload(self._store, *noted, chunks)
-        except StoreRefused as error:
-            self._metrics.writes["refused",].inc()
-            log.warning("a snapshot was not stored: %s", error)
+            await self._upload(self._store, *noted, generation, messages)
         finally:
             self._writing.discard(state_id)
 
-    async def _upload(self, store: Store, key: bytes, record: Record, chunks: "_Chunks") -> None:
-        head = record.head
-        if await store.has_payload(head):
-            self._metrics.writes["present",].inc()
-        else:
-            await store.write(head, chunks)
-            self._metrics.writes["stored",].inc()
-            self._metrics.snapshot_bytes["stored",].inc(head.size_bytes)
-        await store.write_record(key, record)
+    async def _upload(
+        self,
+        store: Store,
+        key: bytes,
+        record: Record,
+        generation: Generation,
+        messages: AsyncIterator[pb.GenerateOut],
+    ) -> None:
+        own_part, blocks = await store.lacks(record)
+        if not store.available:
+            own_part, blocks = False, []
+        await generation.want(own_part, blocks)
+        chunks = _Chunks(own_part * record.head.chunks + len(blocks), messages)
+        try:
+            if own_part or blocks:
+                await store.write(record, own_part, blocks, chunks)
+                self._metrics.writes["stored",].inc()
+                self._metrics.snapshot_bytes["stored",].inc(chunks.taken_bytes)
+            else:
+                self._metrics.writes["present",].inc()
+            await store.write_record(key, record)
+        except StoreRefused as error:
+            self._metrics.writes["refused",].inc()
+            log.warning("a snapshot was not stored: %s", error)
+            async for _ in chunks:  # what the store did not take still has to be taken off the stream
+                pass
 
     def _answer(self, plan: Plan, dialog: Dialog) -> "_Answered | None":
         """Key and ids of the end of the answer, if a later request will repeat what the state has read: the template
@@ -152,8 +175,9 @@ _Answered = tuple[bytes, tuple[int, ...]]  # key and ids of the end of an answer
 class _Chunks:
     """The chunk messages behind one head, in order; each can be read once."""
 
-    def __init__(self, head: pb.SnapshotHead, messages: AsyncIterator[pb.GenerateOut]) -> None:
-        self._left = head.chunks
+    def __init__(self, count: int, messages: AsyncIterator[pb.GenerateOut]) -> None:
+        self.taken_bytes = 0
+        self._left = count
         self._messages = messages
 
     def __aiter__(self) -> "_Chunks":
@@ -163,4 +187,6 @@ class _Chunks:
         if not self._left:
             raise StopAsyncIteration
         self._left -= 1
-        return (await anext(self._messages)).chunk.data
+        data = (await anext(self._messages)).chunk.data
+        self.taken_bytes += len(data)
+        return data

@@ -16,6 +16,9 @@ from array import array
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from prometheus_client import Counter
+
+from services.api.client import Generation
 from services.api.keys import boundary_keys, space_of
 from services.api.metrics import Metrics
 from services.api.model_folder import ModelFolder
@@ -33,8 +36,12 @@ MOST_OFFERS = 3
 @dataclass(frozen=True)
 class Offer:
     key: bytes
-    head: Head
+    record: Record
     sendable: bool  # else of use only while the engine still holds it
+
+    @property
+    def head(self) -> Head:
+        return self.record.head
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,10 @@ class Plan:
     def refs(self) -> list[pb.StateRef]:
         return [
             pb.StateRef(
-                state_id=o.head.state_id, tokens=o.head.tokens, size_bytes=o.head.size_bytes if o.sendable else 0
+                state_id=o.head.state_id,
+                tokens=o.head.tokens,
+                size_bytes=o.head.size_bytes if o.sendable else 0,
+                blocks=o.record.blocks if o.sendable else (),
             )
             for o in self.offers
         ]
@@ -87,7 +97,7 @@ class Snapshots:
         await self._forget(wrong)
         return Plan(
             ids=tuple(ids),
-            offers=tuple(Offer(keys[offset], offer.head, offer.sendable) for offset, offer in offers.items()),
+            offers=tuple(Offer(keys[offset], offer.record, offer.sendable) for offset, offer in offers.items()),
             keep=self._choose(prompt, ids, keys, {o for o, offer in offers.items() if offer.sendable}),
             keep_answer=prompt.history_end is not None,
             heads_only=not self.store_available,
@@ -98,29 +108,31 @@ class Snapshots:
         """For a prompt that is no dialog: read from its first token, and not kept."""
         return Plan(tuple(ids), (), {}, False, True, space_of(info.model_fingerprint, info.arithmetic_fingerprint))
 
-    async def payload(self, plan: Plan, state_id: bytes) -> AsyncIterator[bytes]:
-        """Chunks of the payload the engine asks for; ends early, or at once, if it cannot be had any more."""
+    async def send(self, plan: Plan, restore: pb.Restore, generation: Generation) -> bool:
+        """Give the engine the payload it asks for; False, and the engine is told, if it cannot be had any more."""
+        state_id = restore.state.state_id
         offer = next((offer for offer in plan.offers if offer.head.state_id == state_id and offer.sendable), None)
         if offer is None or self._store is None:
-            return
+            await generation.say_unavailable()
+            return False
         began = time.perf_counter()
-        sent = 0
-        async for chunk in self._store.read(offer.head):
-            sent += len(chunk)
-            yield chunk
-        self._metrics.snapshot_bytes["sent",].inc(sent)
-        if sent == offer.head.size_bytes:
+        sent_bytes = self._metrics.snapshot_bytes["sent",]
+        sent = await generation.send_payload(_counted(self._store.read(offer.record, restore.need), sent_bytes))
+        if sent == offer.head.chunks + len(restore.need):
             self._metrics.send_s.observe(time.perf_counter() - began)
-        elif self._store.available:
+            return True
+        await generation.say_unavailable()
+        if self._store.available:
             await self.refused(plan, state_id)  # nor could it be sent another time
+        return False
 
     async def refused(self, plan: Plan, state_id: bytes) -> None:
         """The engine does not accept this payload: nobody shall be offered it again."""
-        keys = [offer.key for offer in plan.offers if offer.head.state_id == state_id]
-        for key in keys:
-            self._memory.forget(key)
-        if self._store:
-            await self._store.forget(keys, state_id)
+        for offer in plan.offers:
+            if offer.head.state_id == state_id:
+                self._memory.forget(offer.key)
+                if self._store:
+                    await self._store.forget([offer.key], offer.record)
 
     async def _find(self, prompt: Prompt, keys: Mapping[int, bytes]) -> dict[int, "_Found"]:
         """Offset -> what is known there, longest first: the few that may be offered, and those that would be kept."""
@@ -181,6 +193,12 @@ class Snapshots:
         if self._store and wrong:
             log.warning("%d stored records do not fit their text; removed", len(wrong))
             await self._store.forget([one.key for one in wrong])
+
+
+async def _counted(chunks: AsyncIterator[bytes], counter: Counter) -> AsyncIterator[bytes]:
+    async for chunk in chunks:
+        yield chunk
+        counter.inc(len(chunk))
 
 
 @dataclass(frozen=True)

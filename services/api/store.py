@@ -1,9 +1,10 @@
 """Redis or Valkey as a place for records and payloads. Owns names, chunks, timeouts, and the rule that a store which is
 dead, slow, full or full of rubbish costs a chat nothing but its snapshots. Knows no dialog and no engine.
 
-A payload is one hash with a field for each chunk, as the engine cut it, and a field `size` that is written last: a hash
-with a hole (evicted while it was written, or by half a crash) has too few fields and counts as absent. Evicting a hash
-frees a payload as a whole.
+The own part of a payload is one hash with a field for each chunk, as the engine cut it, and a field `size` that is
+written last: a hash with a hole (evicted while it was written, or by half a crash) has too few fields and counts as
+absent. Evicting a hash frees it as a whole. A KV block is a string, named by its content: the states of a dialog share
+them. A state counts as there only with all of its blocks; using it counts as using them.
 
 After a failure the store is left alone: calls return at once with nothing, a task knocks every second until it gets an
 answer in time. So a request pays for at most one timeout each time the store goes away.
@@ -12,15 +13,15 @@ answer in time. So a request pays for at most one timeout each time the store go
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, RedisError
 
-from services.api.keys import payload_name, record_name
-from services.api.records import Head, Record, head_from_field, record_from_field, to_fields
+from services.api.keys import block_name, payload_name, record_name
+from services.api.records import Head, Record, head_from_field, record_from_fields, to_fields
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ WINDOW_CHUNKS = 4  # in memory at a time on the way to or from the store, about 
 READ_TIMEOUT = 8  # times the timeout of a look-up: chunks are big, and other clients' chunks are too
 WRITE_TIMEOUT_S = 15.0  # nobody waits for it
 KNOCK_S = 1.0
+Command = tuple[str | bytes | int, ...]
 TROUBLES = (RedisError, OSError, asyncio.TimeoutError)
 
 
@@ -76,61 +78,85 @@ class Store:
         return {offset: head for offset, head in heads.items() if head is not None}
 
     async def fetch(self, wanted: Sequence[tuple[bytes, Head, Record | None]]) -> list[Stored | None]:
-        """Ids (unless known: the third of a triple) and the payload's presence, for (key, head, known record). What is
-        read counts as used: it lives on for the whole TTL."""
-        commands: list[tuple[str | bytes | int, ...]] = []
+        """Ids and block names (unless known: the third of a triple) and the payload's presence, for (key, head, known
+        record). What is read counts as used: it lives on for the whole TTL."""
+        commands: list[Command] = []
         for key, head, _ in wanted:
             record, payload = record_name(key), payload_name(head.state_id)
-            commands += [("HGET", record, "ids"), ("HLEN", payload), ("HGET", payload, "size")]
+            commands += [("HMGET", record, "ids", "blocks"), ("HLEN", payload), ("HGET", payload, "size")]
             commands += [("EXPIRE", record, self._ttl_s), ("EXPIRE", payload, self._ttl_s)]
         answers = await self._ask(commands)
         found: list[Stored | None] = []
         for place, (_, head, known) in enumerate(wanted):
-            ids, fields, size, *_ = answers[5 * place : 5 * place + 5] or (None, None, None)
-            record_read = known or record_from_field(head, ids)
-            complete = bool(head.chunks) and fields == head.chunks + 1 and size == str(head.size_bytes).encode()
-            found.append(Stored(record_read, complete) if record_read else None)
-        return found
+            fields, count, size, *_ = answers[5 * place : 5 * place + 5] or (None, None, None)
+            ids, blocks = fields if isinstance(fields, list) and len(fields) == 2 else (None, None)
+            record_read = known or record_from_fields(head, ids, blocks)
+            own_part = bool(head.chunks) and count == head.chunks + 1 and size == str(head.size_bytes).encode()
+            found.append(Stored(record_read, own_part) if record_read else None)
+        complete = [stored.record for stored in found if stored and stored.sendable]
+        holes = await self._holes(complete)
+        return [
+            replace(stored, sendable=not holes[stored.record.head.state_id]) if stored and stored.sendable else stored
+            for stored in found
+        ]
 
-    async def has_payload(self, head: Head) -> bool:
-        name = payload_name(head.state_id)
+    async def lacks(self, record: Record) -> tuple[bool, list[int]]:
+        """Whether the own part is not there, and the numbers of the blocks that are not; what is there counts as used.
+        Without an answer all of it is."""
+        head, name = record.head, payload_name(record.head.state_id)
         answers = await self._ask([("HLEN", name), ("HGET", name, "size"), ("EXPIRE", name, self._ttl_s)])
-        return answers[:2] == [head.chunks + 1, str(head.size_bytes).encode()]
+        own_part = answers[:2] == [head.chunks + 1, str(head.size_bytes).encode()]
+        return not own_part, (await self._holes([record]))[head.state_id]
 
-    async def read(self, head: Head) -> AsyncIterator[bytes]:
-        """The payload's chunks in order. Ends early if one is missing or the store fails."""
-        name = payload_name(head.state_id)
-        for first in range(0, head.chunks, WINDOW_CHUNKS):
-            window = range(first, min(first + WINDOW_CHUNKS, head.chunks))
-            answers = await self._ask([("HGET", name, str(i)) for i in window], self._transfers, self._read_s)
-            for answer in answers:
+    async def read(self, record: Record, blocks: Sequence[int]) -> AsyncIterator[bytes]:
+        """The chunks of the own part and these blocks, in order. Ends early if one is missing or the store fails."""
+        name = payload_name(record.head.state_id)
+        commands: list[Command] = [("HGET", name, str(index)) for index in range(record.head.chunks)]
+        commands += [("GET", block_name(record.blocks[number])) for number in blocks]
+        left_bytes = record.head.size_bytes + len(blocks) * record.head.block_bytes
+        for first in range(0, len(commands), WINDOW_CHUNKS):
+            window = commands[first : first + WINDOW_CHUNKS]
+            answers = await self._ask(window, self._transfers, self._read_s)
+            for place, answer in enumerate(answers, first):
                 if not isinstance(answer, bytes):
                     return
+                left_bytes -= len(answer)
+                if left_bytes < 0 or (left_bytes and place + 1 == len(commands)):
+                    return  # not the sizes that were stored
                 yield answer
             if len(answers) < len(window):
                 return
 
-    async def write(self, head: Head, chunks: AsyncIterator[bytes]) -> None:
-        """Raises StoreRefused if the store does not take it or is away, or if the payload is not as long as announced;
-        part of a payload is removed again."""
-        name = payload_name(head.state_id)
-        count = size_bytes = 0
+    async def write(self, record: Record, own_part: bool, blocks: Sequence[int], chunks: AsyncIterator[bytes]) -> None:
+        """Store the own part, if it is among `chunks`, and the blocks that follow it. Raises StoreRefused if the store
+        does not take it or is away, or if the own part is not as long as announced; part of it is removed again."""
+        head, name = record.head, payload_name(record.head.state_id)
         try:
-            await self._tell([("UNLINK", name)])  # rubbish or an incomplete one
-            window: list[tuple[str | bytes | int, ...]] = []
+            if own_part:
+                await self._tell([("UNLINK", name)])  # rubbish or an incomplete one
+            window: list[Command] = []
+            own_chunks = own_part * head.chunks
+            size_bytes = place = 0
             async for chunk in chunks:
-                window.append(("HSET", name, str(count), chunk))
-                count += 1
-                size_bytes += len(chunk)
-                if len(window) == WINDOW_CHUNKS:
+                if place < own_chunks:
                     # A first expiry at once: a writer that dies leaves nothing for ever.
-                    await self._tell([*window, ("EXPIRE", name, self._ttl_s)])
+                    window += [("HSET", name, str(place), chunk), ("EXPIRE", name, self._ttl_s)]
+                    size_bytes += len(chunk)
+                else:
+                    block = block_name(record.blocks[blocks[place - own_chunks]])
+                    window.append(("SET", block, chunk, "EX", self._ttl_s))
+                place += 1
+                if place % WINDOW_CHUNKS == 0:
+                    await self._tell(window)
                     window = []
-            if size_bytes != head.size_bytes:
-                raise StoreRefused(f"{size_bytes} bytes came for a payload of {head.size_bytes}")
-            await self._tell([*window, ("HSET", name, "size", str(size_bytes)), ("EXPIRE", name, self._ttl_s)])
+            if own_part:
+                if size_bytes != head.size_bytes:
+                    raise StoreRefused(f"{size_bytes} bytes came for a payload of {head.size_bytes}")
+                window += [("HSET", name, "size", str(size_bytes)), ("EXPIRE", name, self._ttl_s)]
+            await self._tell(window)
         except BaseException:
-            await asyncio.shield(self._ask([("UNLINK", name)]))
+            if own_part:
+                await asyncio.shield(self._ask([("UNLINK", name)]))
             raise
 
     async def write_record(self, key: bytes, record: Record) -> None:
@@ -139,10 +165,25 @@ class Store:
         fields = [part for pair in to_fields(record).items() for part in pair]
         await self._tell([("UNLINK", name), ("HSET", name, *fields), ("EXPIRE", name, self._ttl_s)])
 
-    async def forget(self, keys: Iterable[bytes], state_id: bytes | None = None) -> None:
-        """Remove records, and a payload, that turned out wrong."""
-        names = [record_name(key) for key in keys] + ([payload_name(state_id)] if state_id else [])
+    async def forget(self, keys: Iterable[bytes], payload: Record | None = None) -> None:
+        """Remove records, and a payload with its blocks, that turned out wrong."""
+        names = [record_name(key) for key in keys]
+        if payload:
+            names += [payload_name(payload.head.state_id), *map(block_name, payload.blocks)]
         await self._ask([("UNLINK", name) for name in names])
+
+    async def _holes(self, records: Sequence[Record]) -> dict[bytes, list[int]]:
+        """State id -> numbers of the blocks that are not there; those that are count as used."""
+        names = [block_name(block) for record in records for block in record.blocks]
+        commands: list[Command] = [("STRLEN", name) for name in names]
+        answers = await self._ask([*commands, *(("EXPIRE", name, self._ttl_s) for name in names)])
+        sizes = iter(answers or [None] * len(names))
+        return {
+            record.head.state_id: [
+                number for number in range(len(record.blocks)) if next(sizes) != record.head.block_bytes
+            ]
+            for record in records
+        }
 
     async def close(self) -> None:
         if self._knocking:
@@ -153,7 +194,7 @@ class Store:
 
     async def _ask(
         self,
-        commands: Sequence[tuple[str | bytes | int, ...]],
+        commands: Sequence[Command],
         client: "redis.Redis | None" = None,
         within_s: float = 0,
     ) -> list[object]:
@@ -171,9 +212,9 @@ class Store:
             self._leave_alone(error)
             return []
 
-    async def _tell(self, commands: Sequence[tuple[str | bytes | int, ...]]) -> None:
+    async def _tell(self, commands: Sequence[Command]) -> None:
         answers = await self._ask(commands, self._transfers, WRITE_TIMEOUT_S)
-        if not answers:
+        if len(answers) < len(commands):
             raise StoreRefused("the store is away")
         for answer in answers:
             if isinstance(answer, Exception):

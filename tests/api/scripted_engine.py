@@ -18,6 +18,7 @@ from services.rpc import engine_pb2 as pb
 from services.rpc import engine_pb2_grpc as rpc
 
 CHUNK_BYTES = 1024 * 1024
+BLOCK_TOKENS, BLOCK_BYTES = 16, 16_000
 MAGIC = b"scripted state "
 VOCABULARY = 4096
 
@@ -38,6 +39,7 @@ class Call:
     restored_tokens: int = 0
     source: str = ""
     received_bytes: int = 0
+    sent_blocks: list[int] = field(default_factory=list)  # how many, of each snapshot
     sent_tokens: int = 0
     stopped: bool = False
     stop_thinking: threading.Event = field(default_factory=threading.Event)
@@ -65,6 +67,7 @@ class ScriptedEngine(rpc.EngineServicer):
         self.hears_stop = True
         self.vision = False
         self.hot: dict[bytes, tuple[int, ...]] = {}
+        self.hot_blocks: set[bytes] = set()
         self.calls: list[Call] = []
         self._server = grpc.server(ThreadPoolExecutor(32))
         rpc.add_EngineServicer_to_server(self, self._server)
@@ -92,6 +95,12 @@ class ScriptedEngine(rpc.EngineServicer):
         body = MAGIC + self.fingerprint.encode() + array("I", [len(ids), *ids]).tobytes()
         filling = hashlib.sha256(body).digest() * (self.payload_bytes // 32 + 1)
         return (body + filling)[: self.payload_bytes]
+
+    def blocks(self, ids: tuple[int, ...]) -> dict[bytes, bytes]:
+        """Name -> content of the blocks of a state: each depends on all ids up to its end."""
+        ends = range(BLOCK_TOKENS, len(ids) + 1, BLOCK_TOKENS)
+        names = [hashlib.sha256(b"block" + self.state_id(ids[:end])).digest()[:16] for end in ends]
+        return {name: name * (BLOCK_BYTES // 16) for name in names}
 
     def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoResponse:
         return pb.InfoResponse(
@@ -162,6 +171,7 @@ class ScriptedEngine(rpc.EngineServicer):
                 break
         at = [position for position in start.snapshot_at if position > call.restored_tokens]
         states = [ids[:position] for position in at]
+        assert start.snapshots_on_request
         if start.snapshot_answer and answer:
             states.append((*ids, *answer[:-1]))
         yield pb.GenerateOut(
@@ -178,7 +188,7 @@ class ScriptedEngine(rpc.EngineServicer):
             )
         )
         for state in states:
-            yield from self._snapshot(state, start.heads_only)
+            yield from self._snapshot(call, state, inbox)
 
     def _restore(self, call: Call, inbox: Any) -> Iterator[pb.GenerateOut]:
         ids = tuple(call.start.ids)
@@ -190,12 +200,19 @@ class ScriptedEngine(rpc.EngineServicer):
                 yield pb.GenerateOut(restore=pb.Restore(source=pb.Restore.HOT, state=ref))
                 return
             if ref.size_bytes:
-                yield pb.GenerateOut(restore=pb.Restore(source=pb.Restore.SEND, state=ref))
+                blocks = self.blocks(ids[: ref.tokens])
+                assert list(ref.blocks) == list(blocks)
+                need = [number for number, name in enumerate(blocks) if name not in self.hot_blocks]
+                yield pb.GenerateOut(restore=pb.Restore(source=pb.Restore.SEND, state=ref, need=need))
+                expected = self.payload(ids[: ref.tokens]) + b"".join(list(blocks.values())[number] for number in need)
                 data = bytearray()
-                while len(data) < ref.size_bytes and (message := inbox.get(timeout=10)) is not None:
+                while len(data) < len(expected):
+                    message = inbox.get(timeout=10)
+                    if message is None or message.WhichOneof("message") == "unavailable":
+                        break
                     data += message.chunk.data
                 call.received_bytes = len(data)
-                good = data == self.payload(ids[: ref.tokens]) and not self.refuses_payloads
+                good = data == expected and not self.refuses_payloads
                 call.source = "SENT" if good else "REFUSED"
                 call.restored_tokens = ref.tokens if good else 0
                 source = pb.Restore.SENT if good else pb.Restore.REFUSED
@@ -207,16 +224,32 @@ class ScriptedEngine(rpc.EngineServicer):
         yield pb.GenerateOut(restore=pb.Restore(source=pb.Restore.NONE))
 
     def _take(self, ids: tuple[int, ...]) -> pb.StateRef:
-        ref = pb.StateRef(state_id=self.state_id(ids), tokens=len(ids), size_bytes=len(self.payload(ids)))
+        blocks = self.blocks(ids)
+        ref = pb.StateRef(
+            state_id=self.state_id(ids),
+            tokens=len(ids),
+            size_bytes=len(self.payload(ids)),
+            blocks=list(blocks),
+            block_bytes=BLOCK_BYTES,
+        )
         if self.keeps_hot:
             self.hot[ref.state_id] = ids
         return ref
 
-    def _snapshot(self, ids: tuple[int, ...], head_only: bool) -> Iterator[pb.GenerateOut]:
-        data, ref = self.payload(ids), self._take(ids)
+    def _snapshot(self, call: Call, ids: tuple[int, ...], inbox: Any) -> Iterator[pb.GenerateOut]:
+        data, ref, head_only = self.payload(ids), self._take(ids), call.start.heads_only
         chunks = [] if head_only else [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
         yield pb.GenerateOut(snapshot=pb.SnapshotHead(state=ref, chunks=len(chunks)))
-        for index, chunk in enumerate(chunks):
+        if head_only:
+            return
+        while (message := inbox.get(timeout=10)) is not None and message.WhichOneof("message") != "want":
+            pass
+        if message is None:
+            return
+        blocks = list(self.blocks(ids).values())
+        call.sent_blocks.append(len(message.want.blocks))
+        wanted = (chunks if message.want.own_part else []) + [blocks[number] for number in message.want.blocks]
+        for index, chunk in enumerate(wanted):
             yield pb.GenerateOut(chunk=pb.SnapshotChunk(index=index, data=chunk))
 
     def _token(self, start: pb.Start, token_id: int) -> pb.Token:

@@ -212,8 +212,11 @@ def test_nothing_is_stored_twice(stored_api: RunningApi, engine: ScriptedEngine)
     assert list(engine.calls[1].start.snapshot_at) == []
     assert stored_api.metric("snapshot_writes_total", result="stored") == 3
     assert stored_api.metric("snapshot_writes_total", result="present") == 1, "the same answer again"
-    size = len(engine.payload(()))
-    assert stored_api.metric("snapshot_bytes_total", dir="stored") == 3 * size
+    blocks = [call.sent_blocks for call in engine.calls]
+    assert blocks[1] == [0]
+    assert sum(blocks[0]) == (len(engine.calls[0].start.ids) + len(engine.script)) // 16, "each block once"
+    size = len(engine.payload(())) * 3 + 16_000 * sum(blocks[0])
+    assert stored_api.metric("snapshot_bytes_total", dir="stored") == size
 
 
 def test_a_restarted_api_and_engine_go_on(
@@ -225,8 +228,9 @@ def test_a_restarted_api_and_engine_go_on(
     _, executed = turn(other, engine, system(), user("a"), assistant(reply), user("b"))
     assert executed == tail(folder, "b")
     assert engine.calls[-1].source == "SENT"
-    assert engine.calls[-1].received_bytes == len(engine.payload(()))
-    assert other.metric("snapshot_bytes_total", dir="sent") == len(engine.payload(()))
+    sent_bytes = len(engine.payload(())) + 16_000 * len(engine.calls[-1].start.offers[0].blocks)
+    assert engine.calls[-1].received_bytes == sent_bytes
+    assert other.metric("snapshot_bytes_total", dir="sent") == sent_bytes
 
 
 def test_no_payload_is_asked_for_without_a_place_for_it(api: RunningApi, engine: ScriptedEngine) -> None:

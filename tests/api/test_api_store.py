@@ -15,7 +15,7 @@ from slow_proxy import SlowProxy
 from services.api.embedded import EmbeddedStore
 from services.api.keys import boundary_keys, space_of
 from services.api.model_folder import ModelFolder
-from services.api.records import Head, Record, RecordMemory, head_from_field, record_from_field, to_fields
+from services.api.records import Head, Record, RecordMemory, head_from_field, record_from_fields, to_fields
 
 SYSTEM = {"role": "system", "content": "You are a very patient assistant who explains things slowly, in many words."}
 DIALOG = [SYSTEM, {"role": "user", "content": "Please tell me what you can do for me today."}]
@@ -58,10 +58,12 @@ def test_what_is_in_the_store(
 ) -> None:
     chat(start_api(redis_url=store.url, snapshot_ttl_s=1000), *DIALOG)
     names = client.keys("*")
-    texts = [name for name in names if name.startswith(b"thimble:1:text:")]
-    states = [name for name in names if name.startswith(b"thimble:1:state:")]
+    texts = [name for name in names if name.startswith(b"thimble:2:text:")]
+    states = [name for name in names if name.startswith(b"thimble:2:state:")]
+    blocks = [name for name in names if name.startswith(b"thimble:2:block:")]
     assert len(texts) == len(states) == 3
-    assert len(names) == 6
+    assert len(blocks) == len(set(blocks)) == sum(cold.calls[0].sent_blocks) > 1
+    assert len(names) == 6 + len(blocks)
     for name in names:
         assert 900 < client.ttl(name) <= 1000
     for name in states:
@@ -129,13 +131,13 @@ def test_a_store_that_gets_slow_while_it_is_read(
     monkeypatch.setattr("services.api.store.READ_TIMEOUT", 1)
     api = start_api(redis_url=f"redis://127.0.0.1:{proxy.port}", redis_timeout_ms=300)
     reply, _ = chat(api, *DIALOG)
-    real = api.app.state.chats.snapshots.payload
+    real = api.app.state.chats.snapshots.send
 
-    def slow(plan: Any, state_id: bytes) -> Any:
+    def slow(*args: Any) -> Any:
         proxy.delay_s = 2
-        return real(plan, state_id)
+        return real(*args)
 
-    monkeypatch.setattr(api.app.state.chats.snapshots, "payload", slow)
+    monkeypatch.setattr(api.app.state.chats.snapshots, "send", slow)
     began = time.monotonic()
     answer = api.chat(*next_turn(reply))
     assert time.monotonic() - began < 1.9
@@ -153,7 +155,7 @@ def test_a_full_store(
     assert api.metric("snapshot_writes_total", result="refused") > 0
     assert api.metric("snapshot_store_available") == 1
     chat(api, *next_turn(reply))
-    for name in client.keys("thimble:1:state:*"):
+    for name in client.keys("thimble:2:state:*"):
         assert client.hexists(name, "size"), "half a payload stayed behind"
 
 
@@ -167,7 +169,7 @@ def test_eviction_takes_whole_payloads(
     assert client.info("stats")["evicted_keys"] > 0
     reply, _ = chat(api, *DIALOG)
     assert chat(api, *next_turn(reply))[1] > 0
-    for name in client.keys("thimble:1:state:*"):
+    for name in client.keys("thimble:2:state:*"):
         assert client.hlen(name) == 4
 
 
@@ -178,13 +180,13 @@ def spoil_type(client: Any) -> None:
 
 
 def spoil_records(client: Any) -> None:
-    for name in client.keys("thimble:1:text:*"):
+    for name in client.keys("thimble:2:text:*"):
         client.hset(name, mapping={"head": b"\xff" * 40, "ids": b"\x01"})
 
 
 def spoil_ids(client: Any) -> None:
     """Well-formed records that claim other ids: the check against the text must find it."""
-    for name in client.keys("thimble:1:text:*"):
+    for name in client.keys("thimble:2:text:*"):
         ids = bytearray(client.hget(name, "ids"))
         ids[40:44] = (77).to_bytes(4, "little")
         client.hset(name, "ids", bytes(ids))
@@ -192,36 +194,59 @@ def spoil_ids(client: Any) -> None:
 
 def add_unknown_ids(client: Any) -> None:
     """The text is spelled right, but by ids that the model does not have between the others."""
-    for name in client.keys("thimble:1:text:*"):
+    for name in client.keys("thimble:2:text:*"):
         head = head_from_field(client.hget(name, "head"))
         assert head is not None
         ids = array("I", client.hget(name, "ids"))
         ids.insert(8, 999_999)
-        client.hset(name, mapping=to_fields(Record(dataclasses.replace(head, ids=head.ids + 1), ids)))
+        fields = to_fields(Record(dataclasses.replace(head, ids=head.ids + 1), ids))
+        client.hset(name, mapping={"head": fields["head"], "ids": fields["ids"]})
 
 
 def spoil_payloads(client: Any) -> None:
-    for name in client.keys("thimble:1:state:*"):
+    for name in client.keys("thimble:2:state:*"):
         chunk = client.hget(name, "1")
         client.hset(name, "1", b"\0" * len(chunk))
 
 
 def spoil_lengths(client: Any) -> None:
-    for name in client.keys("thimble:1:state:*"):
+    for name in client.keys("thimble:2:state:*"):
         client.hset(name, "1", b"short")
 
 
 def drop_chunks(client: Any) -> None:
-    for name in client.keys("thimble:1:state:*"):
+    for name in client.keys("thimble:2:state:*"):
         client.hdel(name, "1")
 
 
 def drop_payloads(client: Any) -> None:
-    client.delete(*client.keys("thimble:1:state:*"))
+    client.delete(*client.keys("thimble:2:state:*"))
+
+
+def drop_a_block(client: Any) -> None:
+    """The one that all states have."""
+    blocks = client.hget(client.keys("thimble:2:text:*")[0], "blocks")
+    client.delete(b"thimble:2:block:" + blocks[:16].hex().encode())
+
+
+def spoil_blocks(client: Any) -> None:
+    for name in client.keys("thimble:2:block:*"):
+        client.set(name, bytes(client.strlen(name)))
+
+
+def spoil_block_types(client: Any) -> None:
+    for name in client.keys("thimble:2:block:*"):
+        client.delete(name)
+        client.hset(name, "x", "y")
+
+
+def spoil_block_names(client: Any) -> None:
+    for name in client.keys("thimble:2:text:*"):
+        client.hset(name, "blocks", b"\xff" * 7)
 
 
 def drop_records(client: Any) -> None:
-    client.delete(*client.keys("thimble:1:text:*"))
+    client.delete(*client.keys("thimble:2:text:*"))
 
 
 @pytest.mark.parametrize(
@@ -236,6 +261,10 @@ def drop_records(client: Any) -> None:
         drop_chunks,
         drop_payloads,
         drop_records,
+        drop_a_block,
+        spoil_blocks,
+        spoil_block_types,
+        spoil_block_names,
     ],
 )
 def test_rubbish_under_our_keys(
@@ -254,7 +283,7 @@ def test_rubbish_under_our_keys(
     ids = list(cold.calls[-1].start.ids)
     prompt = folder.template.prompt(next_turn(reply), None, {"enable_thinking": False})
     assert ids == folder.tokenizer.encode(prompt.text), "the prompt was spoilt"
-    if spoil is spoil_payloads:
+    if spoil in (spoil_payloads, spoil_blocks):
         assert cold.calls[-1].source == "REFUSED"
     if spoil in (spoil_ids, add_unknown_ids):
         assert api.metric("snapshot_mismatches_total") > 0
@@ -270,15 +299,18 @@ def test_a_server_that_is_no_redis(start_api: Callable[..., RunningApi], engine:
 
 
 def test_records_survive_their_form_and_nothing_else_does() -> None:
-    record = Record(Head(b"\x01" * 16, ids=3, tokens=2, size_bytes=10, chunks=1), array("I", (7, 4095, 131071)))
+    known = Head(b"\x01" * 16, ids=3, tokens=2, size_bytes=10, chunks=1, blocks=1)
+    record = Record(known, array("I", (7, 4095, 131071)), (b"b" * 16,))
     fields = to_fields(record)
     head = head_from_field(fields["head"])
     assert head == record.head
-    assert record_from_field(head, fields["ids"]) == record
+    assert record_from_fields(head, fields["ids"], fields["blocks"]) == record
     for wrong in (None, b"", b"x", fields["head"][:20], b"\0" * 40, 5, ValueError()):
         assert head_from_field(wrong) is None
     for wrong in (None, b"", fields["ids"][:-1], fields["ids"] + b"\0" * 4):
-        assert record_from_field(head, wrong) is None
+        assert record_from_fields(head, wrong, fields["blocks"]) is None
+    for wrong in (None, b"", fields["blocks"][:-1], fields["blocks"] * 2):
+        assert record_from_fields(head, fields["ids"], wrong) is None
     with pytest.raises(ValueError, match="fit"):
         Head(b"\x01", ids=2, tokens=3, size_bytes=0, chunks=0)
 

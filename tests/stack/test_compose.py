@@ -77,6 +77,7 @@ def test_snapshots_are_bounded_and_never_written() -> None:
     assert options["--save"] == ""
     assert options["--appendonly"] == "no"
     assert options["--maxmemory-policy"] == "allkeys-lru"
+    assert options["--lazyfree-lazy-eviction"] == "no", "else one large payload drives out sixteen"
     assert options["--maxmemory"].startswith("${THIMBLE_REDIS_MEMORY")
     assert redis["mem_limit"] == redis["memswap_limit"]
 

@@ -52,7 +52,8 @@ class HotStates:
 
     def name(self, ids: Sequence[int], blocks: tuple[bytes, ...] = ()) -> StateRef:
         """The state that has consumed `ids`, as it is called everywhere."""
-        return StateRef(state_id(self._fingerprint, ids), len(ids), self.payloads.own_bytes(len(ids)), blocks)
+        form = self.payloads
+        return StateRef(state_id(self._fingerprint, ids), len(ids), form.own_bytes(len(ids)), blocks, form.block_bytes)
 
     def choose(self, offers: Iterable[StateRef], ids: Sequence[int]) -> StateRef | None:
         """The first offer that is a state of a true prefix of `ids` and either held here or for the client to send.
