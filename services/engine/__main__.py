@@ -65,7 +65,7 @@ async def run(config: EngineConfig) -> int:
             if await _stopped_before(loading, stop):
                 return 0
             parts = loading.result()
-            engine = Engine(parts.info, parts.scheduler, parts.experts, parts.grammars)
+            engine = Engine(parts.info, parts.scheduler, parts.experts, parts.grammars, parts.sight)
             await server.serve(engine)
             say(
                 f"ready: gRPC on {config.host}:{server.port}, "

@@ -1,6 +1,6 @@
 """Runs decode.py in a process for each picture, and ends it when it takes too much. Owns limits, not formats.
 
-The engine's process never has a decoder of pictures in it. One decoder runs at a time; what it may use of memory and
+The engine's own process never runs a decoder of pictures. One decoder runs at a time; what it may use of memory and
 time is fixed, whatever the picture says of itself.
 """
 

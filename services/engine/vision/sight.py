@@ -9,10 +9,11 @@ Runs on the server's loop.
 import asyncio
 import enum
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from services.engine.errors import ContextError, PictureError, QueueFullError
 from services.engine.vision.cache import PictureCache
 from services.engine.vision.config import VisionConfig
+from services.engine.vision.decode import MOST_PIXELS, MOST_SIDE
 from services.engine.vision.decoder import Decoder
 from services.engine.vision.embedding import embed
 from services.engine.vision.grid import share, tokens
@@ -95,6 +97,8 @@ class Sight:
         """Raises PictureError, ContextError or QueueFullError."""
         if not 0 < len(asks) <= MOST_PICTURES:
             raise PictureError(f"{len(asks)} pictures: a prompt may have 1 to {MOST_PICTURES}")
+        sent = {ask.digest: ask.data for ask in asks if ask.data is not None}
+        asks = [replace(ask, data=sent.get(ask.digest)) for ask in asks]  # one is sent once, wherever it is shown
         if self._calls >= MOST_CALLS:
             raise QueueFullError(f"{self._calls} requests with pictures wait already: ask again later")
         self._calls += 1
@@ -184,3 +188,15 @@ class Sight:
 
         known.pixels, found = await asyncio.to_thread(cut)
         return found
+
+
+def reading_bytes(config: VisionConfig) -> int:
+    """The most that one picture takes while it is read: to decode it, or tower and projector at its full grid."""
+    # The decoder holds four bytes a pixel twice; here three, twice; and its columns are as narrow as the grid already.
+    narrow = MOST_SIDE * 4 * config.patch * math.isqrt(config.most_patches)
+    decoding = (8 + 6) * MOST_PIXELS + 3 * narrow
+    rows = config.most_patches + config.prefix
+    tower = rows * (8 * config.width + 3 * config.patch**2) + 2048 * 2 * config.inner
+    block = 4 * config.width**2 + 2 * config.width * config.inner
+    projector = 2 * config.projector * (4 * config.width + config.hidden)
+    return max(decoding, _FLOAT_BYTES * (tower + 2 * block + config.table**2 * config.width) + projector)
