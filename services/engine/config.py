@@ -11,6 +11,7 @@ from pathlib import Path
 from services.settings import SettingError, load, setting
 
 PREFIX = "THIMBLE_ENGINE_"
+PREFETCH = ("on", "off", "auto")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class EngineConfig:
     warm_dir: str = setting(
         "", "", "where the set of experts in RAM is kept for the next start; empty: in the store; -: nowhere"
     )
+    prefetch: str = setting("auto", "", "experts that may be needed soon are read ahead: on, off, or auto: if it pays")
     workers: int = setting(0, "threads", "threads that compute experts; 0: cores minus two, at least one")
 
     max_sequences: int = setting(4, "requests", "generated at once")
@@ -46,6 +48,9 @@ class EngineConfig:
     prefill_chunk_tokens: int = setting(64, "tokens", "prompt tokens read between two tokens of the other sequences")
     grammar_max_bytes: int = setting(262_144, "bytes", "largest schema or grammar that an answer may have to follow")
     grammar_timeout_s: float = setting(5.0, "s", "longest wait for a schema or grammar to be worked out")
+
+    trace: str = setting("", "", "file to record routing in, for `thimble simulate`; empty: none. Treat it as private")
+    trace_mb: float = setting(256.0, "MB", "size at which a trace ends")
 
     hot_states_gb: float = setting(
         1.0, "GB", "RAM for states kept after a request, so that the next need not send them"
@@ -59,6 +64,8 @@ class EngineConfig:
             value = getattr(self, name)
             if not low <= value <= high:  # also catches NaN
                 raise SettingError(f"{variable(name)}={value} is out of range: give a value from {low} to {high}")
+        if self.prefetch not in PREFETCH:
+            raise SettingError(f"{variable('prefetch')}={self.prefetch!r} is none of {', '.join(PREFETCH)}")
         for name in ("host", "metrics_host"):
             if not getattr(self, name).strip():
                 raise SettingError(f"{variable(name)} is empty: give an address, 127.0.0.1 for this machine only")
@@ -77,6 +84,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "expert_slots": (0, 10_000_000),
     "memory_margin_gb": (0, 4096),
     "readers": (0, 64),
+    "trace_mb": (0.001, 1_000_000),
     "workers": (0, 512),
     "max_sequences": (1, 256),
     "queue_limit": (0, 10_000),

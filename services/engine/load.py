@@ -17,6 +17,7 @@ from services.engine.config import EngineConfig
 from services.engine.experts.copies import copies, folders_of
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import Experts, open_experts
+from services.engine.experts.trace import VERSION, Header, Recorder
 from services.engine.experts.warm import NAME, OFF, WarmSet
 from services.engine.fingerprint import arithmetic_fingerprint
 from services.engine.grammar import Grammars
@@ -64,6 +65,7 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         device="cpu",
         version=importlib.metadata.version("thimble"),
     )
+    trace = _recorder(config, store, info)
     experts = open_experts(
         store,
         slots=plan.slots,
@@ -72,9 +74,11 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         lock_memory=config.lock_memory,
         copies=copies(store, folders_of(config.copies)),
         warm=_warm_set(config, store),
+        prefetch=config.prefetch,
+        trace=trace,
     )
     try:
-        model = Model(store.dense(), store.config, experts)
+        model = Model(store.dense(), store.config, experts, trace)
         # What torch still computes is small, and its waiting threads would spin on the cores of the worker pool.
         torch.set_num_threads(1)
         payloads = PayloadFormat(store.config, info.model_fingerprint, info.arithmetic_fingerprint)
@@ -104,3 +108,22 @@ def _warm_set(config: EngineConfig, store: Store) -> WarmSet | None:
         return None
     folder = Path(config.warm_dir) if config.warm_dir else store.folder
     return WarmSet(folder / NAME, store.fingerprint, sum(map(len, store.blocks)))
+
+
+def _recorder(config: EngineConfig, store: Store, info: Info) -> Recorder | None:
+    if not config.trace:
+        return None
+    model = store.config
+    header = Header(
+        version=VERSION,
+        model=info.model,
+        model_fingerprint=info.model_fingerprint,
+        layers=len(model.moe_layers),
+        experts=model.experts,
+        top_k=model.experts_per_token,
+        latent=model.latent_size,
+        width=model.expert_width,
+        block_bytes=store.layout.block_bytes,
+        dense_bytes=store.dense_file.size_bytes,
+    )
+    return Recorder(Path(config.trace), header, int(config.trace_mb * 1e6))

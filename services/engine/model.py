@@ -9,7 +9,6 @@ bits do not depend on how its prompt was cut or on what else was in the call.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from kernels.mamba.cpu import causal_conv, selective_scan
 from kernels.norm.cpu import gated_group_rms_norm, rms_norm
 from kernels.router.cpu import choose
 from services.engine.experts.streamer import Experts
+from services.engine.experts.trace import Recorder
 from services.engine.model_config import ModelConfig
 from services.engine.state import State
 from services.engine.vision.ids import FIRST
@@ -39,13 +39,17 @@ class Segment:
     rows: Sequence[Tensor] = ()
 
 
+LOOK_AHEAD = 2  # MoE layers for which experts are guessed before their own router has spoken
+
 Span = tuple[State, slice]  # a sequence and its rows in this call
 
 
 class Model:
     """All layers, their weights as float32."""
 
-    def __init__(self, dense: DenseWeights, config: ModelConfig, experts: Experts) -> None:
+    def __init__(
+        self, dense: DenseWeights, config: ModelConfig, experts: Experts, trace: Recorder | None = None
+    ) -> None:
         self.config = config
         self.embeddings = dense.plain("embeddings.weight")
         self.norms = [dense.plain(f"layers.{layer}.norm.weight") for layer in range(len(config.layers))]
@@ -58,9 +62,10 @@ class Model:
                 case "attention":
                     self.mixers.append(Attention(weights, config, config.attention_layers.index(layer)))
                 case "moe":
-                    self.mixers.append(Moe(weights, config, config.moe_layers.index(layer), experts))
-        for mixer, following in pairwise(mixer for mixer in self.mixers if isinstance(mixer, Moe)):
-            mixer.following = following
+                    self.mixers.append(Moe(weights, config, config.moe_layers.index(layer), experts, trace))
+        moe = [mixer for mixer in self.mixers if isinstance(mixer, Moe)]
+        for mixer in moe:
+            mixer.following = moe[mixer.index + 1 : mixer.index + 1 + LOOK_AHEAD]
         self.norm_f = dense.plain("norm_f.weight")
         self.lm_head = dense.linear("lm_head").dequantise()
 
@@ -204,11 +209,14 @@ class Attention:
 class Moe:
     """A latent mixture of experts beside a shared expert: the router and the shared expert read the full width."""
 
-    def __init__(self, weights: LayerWeights, config: ModelConfig, index: int, experts: Experts) -> None:
+    def __init__(
+        self, weights: LayerWeights, config: ModelConfig, index: int, experts: Experts, trace: Recorder | None
+    ) -> None:
         self.config = config
         self.index = index  # among the MoE layers
         self.experts = experts
-        self.following: Moe | None = None  # the next MoE layer
+        self.trace = trace
+        self.following: list[Moe] = []  # the next MoE layers
         self.gate = weights.plain("gate.weight")
         self.bias = weights.plain("gate.e_score_correction_bias")
         self.fc1 = weights.linear("fc1_latent_proj")
@@ -218,14 +226,23 @@ class Moe:
 
     def __call__(self, x: Tensor, spans: Sequence[Span]) -> Tensor:
         ids, weights = self.route(x)
-        if self.following is not None:
-            # This layer's input is a good guess at the next one's: its router is often right two layers early.
-            guessed, _ = self.following.route(x)
-            likely = list(dict.fromkeys(guessed.T.flatten().tolist()))  # each once, first choices of all tokens first
-            self.experts.prefetch(self.following.index, torch.tensor(likely, dtype=torch.int32))
+        tokens = [rows.stop - rows.start for _, rows in spans]
+        if self.trace is not None:
+            self.trace.record(self.index, ids, weights, tokens)
+        if self.experts.prefetching or self.trace is not None:
+            self.guess(x, tokens)
         routed = linear(self.experts.step(self.index, ids, weights, linear(x, self.fc1)), self.fc2)
         alive = linear(x, self.shared_up).clamp(min=0.0)
         return routed + linear(alive * alive, self.shared_down)
+
+    def guess(self, x: Tensor, tokens: Sequence[int]) -> None:
+        """Hints for the next layers: this one's input is a good guess at theirs, which their own routers rank."""
+        for ahead, following in enumerate(self.following, start=1):
+            guessed, scores = following.route(x)
+            likely = list(dict.fromkeys(guessed.T.flatten().tolist()))  # each once, first choices of all tokens first
+            self.experts.prefetch(following.index, torch.tensor(likely, dtype=torch.int32))
+            if self.trace is not None:
+                self.trace.record(following.index, guessed, scores, tokens, ahead)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [M, hidden] -> ids int32 and weights float32, both [M, k] in router rank."""

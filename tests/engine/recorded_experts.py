@@ -13,7 +13,7 @@ class RecordedExperts:
     """`guesses[layer]` is the last hint for a layer, `asked` every (layer, ids) of a step."""
 
     def __init__(self, store: Store, slots: int) -> None:
-        self._experts = open_experts(store, slots=slots, readers=2)
+        self._experts = open_experts(store, slots=slots, readers=2, prefetch="on")
         self.guesses: dict[int, list[int]] = {}
         self.asked: list[tuple[int, Tensor]] = []
 

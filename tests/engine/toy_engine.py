@@ -94,6 +94,8 @@ class ToyExperts:
     def close(self) -> None:
         self.closed = True
 
+    prefetching = False
+
     def step(self, layer: int, ids: Tensor, weights: Tensor, x: Tensor) -> Tensor:
         raise NotImplementedError
 

@@ -115,6 +115,8 @@ THIMBLE_API void thimble_host_warm(void* host, const int32_t* keys, int count) {
 // Only before anything was asked for.
 THIMBLE_API void thimble_host_shrink(void* host, int slots) { host_of(host).cache->shrink(slots); }
 
+THIMBLE_API int thimble_host_prefetching(void* host) { return host_of(host).cache->prefetching(); }
+
 // The names of thimble_host_counters' values, in its order.
 THIMBLE_API const char* thimble_host_counter_names() {
   return "hits misses prefetch_issued prefetch_useful prefetch_wasted demand_read_bytes prefetch_read_bytes disk_wait_ns "

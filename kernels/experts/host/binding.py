@@ -130,6 +130,7 @@ def _library() -> ctypes.CDLL:
     lib.thimble_host_resident.argtypes = (pointer, pointer)
     lib.thimble_host_warm.argtypes = (pointer, pointer, number)
     lib.thimble_host_shrink.argtypes = (pointer, number)
+    lib.thimble_host_prefetching.argtypes = (pointer,)
     lib.thimble_host_counter_names.restype = text
     lib.thimble_host_counters.argtypes = (pointer, pointer)
     lib.thimble_host_check.argtypes = (pointer, *message)
@@ -251,6 +252,11 @@ class Host:
         if not 0 < slots <= self.counters()["slots_total"]:
             raise ValueError(f"shrink: {slots} of {self.counters()['slots_total']} slots")
         _library().thimble_host_shrink(self._open(), slots)
+
+    @property
+    def prefetching(self) -> bool:
+        """Whether hints are taken now."""
+        return bool(_library().thimble_host_prefetching(self._open()))
 
     @property
     def address(self) -> int:

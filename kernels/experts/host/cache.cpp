@@ -179,6 +179,11 @@ void Cache::shrink(int slots) {
   answers_.resize(size_t(slots));
 }
 
+bool Cache::prefetching() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return trial_.on();
+}
+
 CacheCounts Cache::counts() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return counts_;

@@ -88,6 +88,9 @@ class Cache {
   // Before anything was loaded: the last slots are given up.
   void shrink(int slots);
 
+  // Whether hints are taken now: they may be switched off, or have been found not to pay.
+  bool prefetching() const;
+
   CacheCounts counts() const;
   SlotCounts slot_counts() const;
   int slots() const { return table_.size(); }

@@ -118,7 +118,9 @@ class HostExperts:
             warm.keep(self._host.resident)
         self._trace = trace
         if trace is not None:
-            trace.attach(lambda: {**asdict(self.counters()), "policy": SHIPPED, "prefetch": prefetch, "warm": bool(warm)})
+            trace.attach(
+                lambda: {**asdict(self.counters()), "policy": SHIPPED, "prefetch": prefetch, "warm": bool(warm)}
+            )
 
     def step(self, layer: int, ids: Tensor, weights: Tensor, x: Tensor) -> Tensor:
         try:
