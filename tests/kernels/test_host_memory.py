@@ -13,6 +13,7 @@ import pytest
 import torch
 from expert_store import BlocksOnDisk, batch, same, write_blocks
 
+from kernels.experts.device import turns
 from kernels.experts.host.binding import Host
 from kernels.experts.host.drives import EmulatedDrive
 from kernels.workers.pool import Workers
@@ -145,6 +146,47 @@ def test_slots_can_be_given_up(blocks: BlocksOnDisk, opened: Opener) -> None:
     for wrong in (0, 6):
         with pytest.raises(ValueError, match="slots"):
             host.shrink(wrong)
+
+
+class Runtime:
+    """CUDA's page-locking as far as slots see it: `allowed` bytes are, then calls are refused."""
+
+    def __init__(self, allowed: int) -> None:
+        self.allowed = allowed
+        self.locked: dict[int, int] = {}
+
+    def cudaHostRegister(self, start: int, size_bytes: int, flags: int) -> int:
+        if sum(self.locked.values()) + size_bytes > self.allowed:
+            return 2
+        self.locked[start] = size_bytes
+        return 0
+
+    def cudaHostUnregister(self, start: int) -> int:
+        return 0 if self.locked.pop(start, None) else 713
+
+
+@pytest.mark.parametrize(("allowed_slots", "slots"), [(20, 20), (13, 12), (2, None)])
+def test_slots_for_a_gpu_are_as_many_as_can_be_page_locked(
+    blocks: BlocksOnDisk, opened: Opener, monkeypatch: pytest.MonkeyPatch, allowed_slots: int, slots: int | None
+) -> None:
+    block_bytes = blocks.layout.block_bytes
+    runtime = Runtime(allowed_slots * block_bytes)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(turns, "LOCKED_AT_ONCE_BYTES", 3 * block_bytes + 5)
+    monkeypatch.setattr(turns, "_forget_error", lambda: None)
+    host = opened(slots=20)
+    if slots is None:
+        with pytest.raises(turns.HandoffError, match=r"refused to page-lock .* \(CUDA error 2\)"):
+            turns.SharedSlots(host, least=4)
+        assert host.counters()["slots_total"] == 20
+    else:
+        shared = turns.SharedSlots(host)
+        assert host.counters()["slots_total"] == slots
+        assert sum(runtime.locked.values()) == slots * block_bytes == host.memory()[1]
+        assert all(size % block_bytes == 0 for size in runtime.locked.values()), "no block lies in two pieces"
+        assert ("page-locked only" in shared.notice) == (slots < 20)
+        shared.close()
+    assert not runtime.locked
 
 
 LOCKED = """

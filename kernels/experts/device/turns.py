@@ -6,6 +6,7 @@ expert buffers are ExpertStep's. Everything is allocated here, before a graph is
     post -> step.launch_quantise -> launch_waves -> wait_results -> step.launch_combine
 """
 
+import contextlib
 import ctypes
 from dataclasses import dataclass
 from enum import IntEnum
@@ -24,6 +25,7 @@ Tensor = torch.Tensor
 CACHE_LINE = 128  # Turns::CACHE_LINE
 TIMEOUT_NS = 100_000_000  # longest wait of the GPU for the host
 MESSAGE_BYTES = 512
+LOCKED_AT_ONCE_BYTES = 1 << 30
 
 
 class Route(IntEnum):
@@ -54,24 +56,45 @@ class Times:
 
 
 class SharedSlots:
-    """A host library's slots, page-locked so that the GPU can read them. `close` before the host is closed."""
+    """A host library's slots, page-locked so that the GPU can read them. `close` before the host is closed.
 
-    def __init__(self, host: Host) -> None:
+    Locked in steps of whole blocks, as many as the system allows. Where it refuses (WSL2: at about half of its RAM),
+    the host gives the other slots up, and `notice` says so. Raises HandoffError if not even `least` slots are allowed.
+    """
+
+    def __init__(self, host: Host, least: int = 1) -> None:
         self.host = host
+        self.notice = ""
         self.start, size_bytes = host.memory()
-        torch.cuda.synchronize()  # there is a context
-        # The driver's call: the runtime's would leave an error behind that torch takes for its next launch's.
-        status = _cuda().cuMemHostRegister_v2(
-            ctypes.c_void_p(self.start), ctypes.c_size_t(size_bytes), ctypes.c_uint(0)
-        )
-        if status:
+        block_bytes = host.catalog.layout.block_bytes
+        step_bytes = max(1, LOCKED_AT_ONCE_BYTES // block_bytes) * block_bytes
+        self._locked: list[int] = []
+        done, status = 0, 0
+        while done < size_bytes and not status:
+            count = min(step_bytes, size_bytes - done)
+            status = int(torch.cuda.cudart().cudaHostRegister(self.start + done, count, 0))  # type: ignore[no-untyped-call]
+            if not status:
+                self._locked.append(self.start + done)
+                done += count
+        if not status:
+            return
+        _forget_error()
+        asked, got = size_bytes / 2**30, done / 2**30
+        what = "allow it (ulimit -l unlimited) or make the expert cache smaller"
+        if done // block_bytes < max(1, least):
+            self.close()
             raise HandoffError(
-                f"the system refused to page-lock {size_bytes / 2**30:.1f} GiB of expert slots (CUDA error {status}): "
-                "allow it (ulimit -l unlimited) or make the expert cache smaller"
+                f"the system refused to page-lock {asked:.1f} GiB of expert slots (CUDA error {status}): {what}"
             )
+        host.shrink(done // block_bytes)
+        self.notice = (
+            f"the system page-locked only {got:.1f} of {asked:.1f} GiB of expert slots (CUDA error {status}); "
+            f"the cache is as large as that: {what}"
+        )
 
     def close(self) -> None:
-        _cuda().cuMemHostUnregister(ctypes.c_void_p(self.start))
+        while self._locked:
+            torch.cuda.cudart().cudaHostUnregister(self._locked.pop())  # type: ignore[no-untyped-call]
 
 
 class Turns:
@@ -228,6 +251,12 @@ class Turns:
         message = ctypes.create_string_buffer(MESSAGE_BYTES)
         if getattr(self.library, name)(self.handle, *arguments, message, ctypes.c_int64(MESSAGE_BYTES)):
             raise HandoffError(message.value.decode(errors="replace"))
+
+
+def _forget_error() -> None:
+    """The runtime keeps a refused call's error for the next launch to report; here is that launch."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def _current_context() -> int:
