@@ -200,11 +200,11 @@ def test_wrong_pictures_are_refused(engine: Demo) -> None:
     for picture, error in (
         (Picture(b"unknown" * 5, 2, 4), PictureGoneError),
         (Picture(found.handle, 2, found.tokens - 1), PictureError),
-        (Picture(found.handle, 7, found.tokens), PositionError),
+        (Picture(found.handle, 15, found.tokens), PositionError),
         (Picture(found.handle, 0, 0), PositionError),
     ):
         with pytest.raises(error):
-            engine.engine.submit(Request("r", (1,) * 8, 2, pictures=(picture,)), print)
+            engine.engine.submit(Request("r", (1,) * 20, 2, pictures=(picture,)), print)
 
 
 def test_ids_of_pictures_cannot_be_sent(engine: Demo) -> None:
