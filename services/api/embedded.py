@@ -91,6 +91,7 @@ class EmbeddedStore:
             "dir": self._folder.name,
             "maxmemory": f"{self._memory_mb}mb",
             "maxmemory-policy": "allkeys-lru",
+            "maxmemory-samples": "32",  # few keys, each of them dear: the longest unused must really be found
             # What is freed in the background does not count as freed: up to 16 keys would go where one is enough.
             "lazyfree-lazy-eviction": "no",
             "lazyfree-lazy-user-del": "yes",
