@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.api.messages import Content, Function, FunctionCall, Message, Tool, ToolCall, ToolName
+from services.api.pictures import note
 from services.api.schemas import ChatRequest
 from services.api.structured import ResponseFormat
 from services.api.validation import Body, JsonObject
@@ -15,6 +16,22 @@ from services.api.validation import Body, JsonObject
 class TextBlock(Body):
     type: Literal["text"]
     text: str
+
+
+class ImageBlock(Body):
+    """A picture, or a document's page as one. Its bytes become a note (pictures.py)."""
+
+    type: Literal["image"]
+    source: JsonObject
+
+    @property
+    def text(self) -> str:
+        return note(self.model_dump())
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> "ImageBlock":
+        _ = self.text
+        return self
 
 
 class ThinkingBlock(Body):
@@ -42,9 +59,9 @@ class ToolResultBlock(Body):
 
 
 Block = Annotated[
-    TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    TextBlock | ImageBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
 ]
-KNOWN_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+KNOWN_BLOCKS = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
 class Turn(Body):
@@ -60,7 +77,7 @@ class Turn(Body):
         for block in content if isinstance(content, list) else []:
             kind = block.get("type") if isinstance(block, dict) else None
             if kind not in KNOWN_BLOCKS:
-                text = "a block of type {kind} is not supported: this server takes text, thinking and tools"
+                text = "a block of type {kind} is not supported: this server takes text, images, thinking and tools"
                 raise PydanticCustomError("unsupported", text, {"kind": repr(kind), "param": "content"})
         return data
 
@@ -76,7 +93,7 @@ class Turn(Body):
                 yield from _user(self.role, texts)
                 texts = []
                 yield Message(role="tool", tool_call_id=block.tool_use_id, content=block.content or "")
-            elif isinstance(block, TextBlock):
+            elif isinstance(block, TextBlock | ImageBlock):
                 texts.append(block.text)
         yield from _user(self.role, texts)
 

@@ -30,6 +30,5 @@ async def count_tokens(request: Request) -> dict[str, int]:
     """How many tokens a dialog is, with tools and the beginning of the answer."""
     body = validate(CountRequest, await read_json(request))
     chats: Chats = request.app.state.chats
-    _, info = await chats.engines.pick()
-    prompt = await chats.render(body.chat(), info)
+    prompt, _ = await chats.render(body.chat())
     return {"input_tokens": len(await asyncio.to_thread(chats.folder.tokenizer.encode, prompt.text))}

@@ -117,4 +117,5 @@ def _build_chats(
     memory = RecordMemory()
     snapshots = Snapshots(folder, store, memory, metrics, config.snapshot_min_tokens)
     saving = Saving(folder, store, memory, metrics, config.snapshot_writes, config.snapshot_write_s)
-    return Chats(folder, engines, snapshots, saving, metrics, config.default_max_tokens, config.request_timeout_s)
+    limits = (config.default_max_tokens, config.request_timeout_s)
+    return Chats(folder, engines, snapshots, saving, metrics, *limits, may_fetch=config.fetch_pictures)

@@ -5,7 +5,8 @@ request means for the engine; answer.py owns what follows.
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -14,14 +15,17 @@ from services.api.background import is_background
 from services.api.call_grammar import answer_form, tool_choice
 from services.api.choices import Choices
 from services.api.client import Engine, Engines
-from services.api.errors import ContextTooLong, FormRefused, InvalidRequest, NotFound, Unsupported
+from services.api.errors import ContextTooLong, FormRefused, InvalidRequest, NotFound, PictureGone, Unsupported
 from services.api.metrics import Metrics
-from services.api.model_folder import ModelFolder, thinks
+from services.api.model_folder import DOCUMENT_SUFFIX, ModelFolder, thinks
 from services.api.parsers.answer import AnswerParser, TextParser
 from services.api.parsers.reasoning import CALL, CLOSE
+from services.api.pictures import Picture, refuse_elsewhere, take
 from services.api.sampling import Sampling
 from services.api.saving import Saving
 from services.api.schemas import ChatRequest
+from services.api.seeing import load, see
+from services.api.shown import TOKEN, Shown, positions, require_tokens
 from services.api.snapshots import Plan, Snapshots
 from services.api.structured import Form
 from services.api.templates import Prompt
@@ -29,7 +33,18 @@ from services.api.text import CompletionRequest
 from services.api.users import Caller
 from services.rpc import engine_pb2 as pb
 
+MOST_TRIES = 3  # if others' pictures take the place of ours
 EFFORTS = {"none": False, "minimal": True, "low": True, "medium": True, "high": True}
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a dialog is rendered from, with a place in it for each picture."""
+
+    messages: list[Any]
+    tools: list[Any]
+    options: Mapping[str, Any]
+    pictures: list[Picture]
 
 
 class Chats:
@@ -44,6 +59,7 @@ class Chats:
         metrics: Metrics,
         default_max_tokens: int,
         timeout_s: float,
+        may_fetch: bool = False,
     ) -> None:
         self.folder = folder
         self.engines = engines
@@ -52,6 +68,7 @@ class Chats:
         self.metrics = metrics
         self._default_max_tokens = default_max_tokens
         self._timeout_s = timeout_s
+        self._may_fetch = may_fetch  # pictures, from the web
         self._under_way: WeakValueDictionary[str, Choices] = WeakValueDictionary()
 
     async def open(self, request: ChatRequest, caller: Caller, prefix: str = "chatcmpl-") -> Choices:
@@ -62,10 +79,27 @@ class Chats:
 
         return self._noted(Choices(await open_answer(0), request.n or 1, open_answer, prefix), caller)
 
-    async def render(self, request: ChatRequest, info: pb.InfoResponse) -> Prompt:
-        """The dialog as the model reads it. Raises ModelNotFound and TemplateRefused."""
-        messages, tools, options = self._parts(request, info)
-        return await asyncio.to_thread(self.folder.template.prompt, messages, tools, options)
+    async def render(self, request: ChatRequest) -> tuple[Prompt, pb.InfoResponse]:
+        """The dialog as the model reads it; of pictures only how many tokens they are. Raises ApiError."""
+        engine, info = await self.engines.pick()
+        return await self._render(engine, info, self._parts(request, info), request, count_only=True), info
+
+    async def _render(
+        self, engine: Engine, info: pb.InfoResponse, parts: "_Parts", request: ChatRequest, count_only: bool = False
+    ) -> Prompt:
+        prompt = self.folder.template.prompt
+        rendered = (parts.messages, parts.tools, parts.options)
+        if not parts.pictures:
+            return await asyncio.to_thread(prompt, *rendered)
+        if not info.vision:
+            raise Unsupported(f"the model {request.model} cannot see pictures: send text only", "messages")
+        require_tokens(self.folder.tokenizer.added)
+        loaded = await load(parts.pictures, request.model.endswith(DOCUMENT_SUFFIX), self._may_fetch)
+        bare = await asyncio.to_thread(prompt, *rendered, [Shown(b"", 0)] * len(loaded))
+        text_tokens = len(await asyncio.to_thread(self.folder.tokenizer.encode, bare.text))
+        answer_tokens = min(request.longest or self._default_max_tokens, info.context_tokens // 4)
+        shown = await see(engine, loaded, text_tokens, answer_tokens, count_only, self._timeout_s)
+        return await asyncio.to_thread(prompt, *rendered, shown)
 
     async def open_text(self, request: CompletionRequest, caller: Caller) -> Choices:
         """The same for texts: every prompt `n` times."""
@@ -88,9 +122,16 @@ class Chats:
         return choices
 
     async def _open_answer(self, request: ChatRequest, caller: Caller, choice: int) -> Answer:
+        for _ in range(MOST_TRIES - 1):
+            with suppress(PictureGone):
+                return await self._try_answer(request, caller, choice)
+        return await self._try_answer(request, caller, choice)
+
+    async def _try_answer(self, request: ChatRequest, caller: Caller, choice: int) -> Answer:
         began = time.perf_counter()
         engine, info = await self.engines.pick()
-        prompt = await self.render(request, info)
+        parts = self._parts(request, info)
+        prompt = await self._render(engine, info, parts, request)
         plan = await self.snapshots.plan(prompt, info)
         background = is_background(request.messages)
         if background:  # nobody goes on from it, and no dialog shall make room for it
@@ -103,7 +144,7 @@ class Chats:
         start.low_priority = background
         schemas = {tool.function.name: tool.function.parameters or {} for tool in request.usable_tools}
         parser = AnswerParser(prompt.starts_thinking, schemas or None, request.stops)
-        asked = Asked(*self._parts(request, info), plan, parser, bool(request.logprobs), began)
+        asked = Asked(parts.messages, parts.tools, parts.options, plan, parser, bool(request.logprobs), began)
         return await self._begin(engine, info, start, asked, form)
 
     async def _open_text_answer(
@@ -136,10 +177,17 @@ class Chats:
             raise
         return Answer(asked, generation, info, self.folder, self.snapshots, self.saving, self.metrics)
 
-    def _parts(self, request: ChatRequest, info: pb.InfoResponse) -> tuple[list[Any], list[Any], Mapping[str, Any]]:
-        messages = [message.for_template() for message in request.messages]
+    def _parts(self, request: ChatRequest, info: pb.InfoResponse) -> "_Parts":
+        messages, pictures = [], []
+        for message in request.messages:
+            found = message.for_template()
+            refuse_elsewhere(found["role"], found["content"] or "")
+            if found["content"]:
+                found["content"], own = take(found["content"])
+                pictures += own
+            messages.append(found)
         tools = [tool.for_template() for tool in request.usable_tools]
-        return messages, tools, template_options(request, thinks(request.model, info))
+        return _Parts(messages, tools, template_options(request, thinks(request.model, info)), pictures)
 
     def _thinking(self, request: ChatRequest, prompt: Prompt, form: Form | None) -> pb.Thinking | None:
         """What ends the thinking that the prompt begins; None without any."""
@@ -194,7 +242,17 @@ class Chats:
             low_priority=False,
             grammar=None if form is None else form.grammar,
             user=caller.user,
+            pictures=self._pictures(plan),
         )
+
+    def _pictures(self, plan: Plan) -> list[pb.PictureRef]:
+        if not plan.shown:
+            return []
+        at = positions(plan.ids, self.folder.tokenizer.added[TOKEN].id, plan.shown)
+        return [
+            pb.PictureRef(handle=picture.handle, position=position, tokens=picture.tokens)
+            for position, picture in zip(at, plan.shown, strict=True)
+        ]
 
 
 def template_options(request: ChatRequest, model_thinks: bool) -> dict[str, Any]:

@@ -73,6 +73,12 @@ class Engine:
             answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=INFO_TIMEOUT_S)
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
+    async def vision(self, messages: AsyncIterator[pb.VisionIn], timeout_s: float) -> pb.VisionOut:
+        """One Vision call: an ask, and the bytes of pictures. Raises ApiError."""
+        with _translated():
+            out: pb.VisionOut = await self._stub.Vision(messages, timeout=timeout_s)
+        return out
+
     def generate(self, timeout_s: float) -> "Generation":
         return Generation(self._stub.Generate(timeout=timeout_s), self)
 

@@ -49,6 +49,9 @@ class ApiConfig:
     )
 
     max_body_bytes: int = setting(32 * 1024 * 1024, "bytes", "largest request")
+    fetch_pictures: bool = setting(
+        False, "", "pictures may be given by an http(s) URL of a public address, which this server then fetches"
+    )
     default_max_tokens: int = setting(
         4096, "tokens", "longest answer when the request does not say; 0: the whole context"
     )

@@ -14,6 +14,7 @@ ApiError                    500
 │   └── ModelNotFound       404
 ├── MethodNotAllowed        405
 ├── QueueFull               429  with Retry-After
+│   └── PictureGone         429  with Retry-After
 ├── EngineLost              503  with Retry-After
 ├── EngineTimeout           504
 ├── EngineFailed            500
@@ -126,6 +127,12 @@ class QueueFull(ApiError):
     retry_after_s = 5
 
 
+class PictureGone(QueueFull):
+    """Others' pictures took its place between the two calls that a request with pictures is."""
+
+    code = "picture_gone"
+
+
 class EngineLost(ApiError):
     code = "engine_unavailable"
     status = 503
@@ -170,7 +177,7 @@ BY_ENGINE_CODE: dict[str, type[ApiError]] = {
     "bad_grammar": FormRefused,
     "bad_stream": EngineFailed,
     "bad_picture": InvalidRequest,
-    "picture_gone": QueueFull,  # others' pictures took its place while it waited
+    "picture_gone": PictureGone,
     "unsupported": Unsupported,
     "queue_full": QueueFull,
     "cancelled": EngineLost,  # we did not cancel, so the engine is going away

@@ -6,21 +6,23 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from services.api.pictures import KINDS, note
 from services.api.validation import Body, JsonObject, refuse_constant, shallow
 
 
 def _join_parts(content: Any) -> Any:
-    """Text of a content: as it is, or its text parts, one a line."""
+    """Text of a content: as it is, or its parts, one a line; of a picture a note (pictures.py)."""
     if not isinstance(content, list):
         return content
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind in ("image_url", "input_image", "image"):
-            raise PydanticCustomError("unsupported", "images are not available yet: this server cannot see pictures")
+        if kind in KINDS:
+            texts.append(note(part))
+            continue
         if kind not in ("text", "input_text", "output_text", "refusal"):
             raise PydanticCustomError(
-                "unsupported", "content parts must have type text, not {kind}", {"kind": repr(kind)}
+                "unsupported", "content parts must have type text or image_url, not {kind}", {"kind": repr(kind)}
             )
         text = part.get("text", part.get("refusal"))
         if not isinstance(text, str):

@@ -16,6 +16,7 @@ from services.api.messages import Message
 from services.api.responses_reply import ResponseReply
 
 MOST_KEPT = 256
+MOST_LETTERS = 256_000_000  # of all dialogs kept: pictures are part of them
 CANCEL_S = 5.0  # longest wait for an answer to end that was cancelled
 
 
@@ -42,8 +43,11 @@ class ResponseMemory:
     def keep(self, reply: ResponseReply, messages: Sequence[Message]) -> None:
         """It is complete."""
         self._kept[reply.object["id"]] = Kept(reply.object, messages)
-        if len(self._kept) > MOST_KEPT:
+        while len(self._kept) > MOST_KEPT or (len(self._kept) > 1 and self._letters() > MOST_LETTERS):
             self._kept.popitem(last=False)
+
+    def _letters(self) -> int:
+        return sum(len(message.content or "") for kept in self._kept.values() for message in kept.messages)
 
     def kept(self, name: str, param: str) -> Kept:
         """Raises NotFound."""

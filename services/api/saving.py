@@ -16,6 +16,7 @@ from services.api.keys import boundary_keys
 from services.api.metrics import Metrics
 from services.api.model_folder import ModelFolder
 from services.api.records import Head, Record, RecordMemory
+from services.api.shown import named_places
 from services.api.snapshots import Plan
 from services.api.store import Store, StoreRefused
 from services.rpc import engine_pb2 as pb
@@ -162,11 +163,12 @@ class Saving:
     def _answer(self, plan: Plan, dialog: Dialog) -> "_Answered | None":
         """Key and ids of the end of the answer, if a later request will repeat what the state has read: the template
         may drop thinking, and a stop string may have cut the text short."""
-        text = self._template.answered(dialog.messages, dialog.tools, dialog.options)
+        text = self._template.answered(dialog.messages, dialog.tools, dialog.options, plan.shown)
         ids = (*plan.ids, *dialog.answer_ids)
         if text is None or self._tokenizer.canonical_ids(ids) != self._tokenizer.canonical_text(text):
             return None
-        return boundary_keys(plan.space, text, [len(text)])[len(text)], ids
+        keys = boundary_keys(plan.space, text, [len(text)], named_places(text, plan.shown))
+        return keys[len(text)], ids
 
 
 _Answered = tuple[bytes, tuple[int, ...]]  # key and ids of the end of an answer

@@ -23,6 +23,7 @@ from services.api.keys import boundary_keys, space_of
 from services.api.metrics import Metrics
 from services.api.model_folder import ModelFolder
 from services.api.records import Head, Record, RecordMemory
+from services.api.shown import Shown, named_places
 from services.api.store import Store
 from services.api.templates import Prompt
 from services.rpc import engine_pb2 as pb
@@ -54,6 +55,7 @@ class Plan:
     keep_answer: bool
     heads_only: bool
     space: bytes
+    shown: tuple[Shown, ...] = ()  # its pictures, in order
 
     def refs(self) -> list[pb.StateRef]:
         return [
@@ -89,7 +91,7 @@ class Snapshots:
         """Never fails for the store's troubles: then the prompt is read from its first token."""
         began = time.perf_counter()
         space = space_of(info.model_fingerprint, info.arithmetic_fingerprint)
-        keys = boundary_keys(space, prompt.text, prompt.boundaries)
+        keys = boundary_keys(space, prompt.text, prompt.boundaries, named_places(prompt.text, prompt.shown))
         found = await self._find(prompt, keys)
         ids, offers = await asyncio.to_thread(self._compose, prompt, found)
         self._metrics.lookup_s.observe(time.perf_counter() - began)
@@ -102,6 +104,7 @@ class Snapshots:
             keep_answer=prompt.history_end is not None,
             heads_only=not self.store_available,
             space=space,
+            shown=prompt.shown,
         )
 
     def unkept(self, ids: Sequence[int], info: pb.InfoResponse) -> Plan:

@@ -16,6 +16,8 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.api.errors import ModelFolderError, TemplateRefused
+from services.api.pictures import PLACE
+from services.api.shown import TOKEN, Shown, expand, parts
 from services.api.tokens import TextTokenizer
 
 THINK_OPEN = "<think>"
@@ -33,6 +35,7 @@ class Prompt:
     first_turn_end: int | None  # after the first turn, usually system prompt and tools
     history_end: int | None  # before the generation prompt
     starts_thinking: bool
+    shown: tuple[Shown, ...] = ()  # its pictures, in order
 
 
 class ChatTemplate:
@@ -47,7 +50,9 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
         self._tokenizer = tokenizer
+        self._takes_parts = False
         self._turn_start, self._turn_end = self._learn_turns()
+        self._takes_parts = self._learn_parts()
 
     @property
     def turn_tokens(self) -> tuple[str, str]:
@@ -59,9 +64,11 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any] | None = None,
         options: Mapping[str, Any] | None = None,
+        shown: Sequence[Shown] = (),
     ) -> Prompt:
-        """The dialog with the beginning of the answer. Raises TemplateRefused if the template cannot render it."""
-        text = self.render(messages, tools, options, generation_prompt=True)
+        """The dialog with the beginning of the answer; `shown` are its pictures, in order. Raises TemplateRefused if
+        the template cannot render it."""
+        text = expand(self.render(messages, tools, options, generation_prompt=True), shown)
         starts = self._offsets(text, self._turn_start)
         ends = self._offsets(text, self._turn_end)
         return Prompt(
@@ -70,14 +77,19 @@ class ChatTemplate:
             first_turn_end=starts[1] if len(starts) > 1 else None,
             history_end=starts[-1] if len(starts) > 1 else None,
             starts_thinking=text.rstrip().endswith(THINK_OPEN),
+            shown=tuple(shown),
         )
 
     def answered(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, options: Mapping[str, Any] | None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        options: Mapping[str, Any] | None,
+        shown: Sequence[Shown] = (),
     ) -> str | None:
         """The dialog up to the end of its last message, before the token that ends the turn: what a later request that
         goes on from there will begin with. None if the template shows no such place."""
-        text = self.render(messages, tools, options, generation_prompt=False)
+        text = expand(self.render(messages, tools, options, generation_prompt=False), shown)
         ends = self._offsets(text, self._turn_end)
         return text[: ends[-1]] if ends else None
 
@@ -116,6 +128,9 @@ class ChatTemplate:
     def _protect_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         protected: dict[str, Any] = self._protect(message)
         content = message.get("content")
+        if self._takes_parts and message.get("role") == "user" and isinstance(content, str) and PLACE in content:
+            protected["content"] = parts(content, self._tokenizer.protect)
+            return protected
         may_be_tagged = message.get("role") == "assistant" and message.get("reasoning_content") is None
         if may_be_tagged and isinstance(content, str) and THINK_CLOSE in content:
             # Clients that send thinking back inside the content mean the tags: templates cut there.
@@ -148,6 +163,15 @@ class ChatTemplate:
         starts = [literal for literal in added if opened[len(closed) :].startswith(literal)]
         ends = [literal for literal in added if closed.rstrip().endswith(literal)]
         return (max(starts, key=len), max(ends, key=len)) if starts and ends else ("", "")
+
+    def _learn_parts(self) -> bool:
+        """Whether the template has a way of its own to show a picture among a message's parts."""
+        content = [{"type": "image"}, {"type": "text", "text": "Which?"}]
+        try:
+            text = self.render([{"role": "user", "content": content}], None, None, generation_prompt=False)
+        except TemplateRefused:
+            return False
+        return text.count(TOKEN) == 1 and text.count("Which?") == 1 and "'type'" not in text
 
 
 def load_template(folder: Path, tokenizer: TextTokenizer) -> ChatTemplate:

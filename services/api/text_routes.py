@@ -35,7 +35,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
     text = body.content or body.prompt or ""
     if body.messages is not None:
         chat = ChatRequest(model=body.model or info.model, messages=body.messages, tools=body.tools)
-        text = (await chats.render(chat, info)).text
+        text = (await chats.render(chat))[0].text
     tokenizer = chats.folder.tokenizer
     ids = tokenizer.encode(text)
     strings = [tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in ids]
@@ -62,5 +62,5 @@ async def apply_template(request: Request) -> dict[str, Any]:
     _, info = await chats.engines.pick()
     data = await read_json(request)
     chat = validate(ChatRequest, {"model": info.model, **data} if isinstance(data, dict) else data)
-    prompt = await chats.render(chat, info)
+    prompt, _ = await chats.render(chat)
     return {"prompt": chats.folder.tokenizer.restore(prompt.text)}

@@ -19,9 +19,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from services.api.errors import InvalidRequest, ModelFolderError
+from services.api.pictures import OPEN, PLACE
 
 FIRST_MARK = 0xD800
-MOST_MARKS = 0xE000 - FIRST_MARK
+MOST_MARKS = ord(OPEN) - FIRST_MARK  # the last two stand for pictures
 TOKEN_BYTE = b"\xff"  # begins an added token in canonical bytes; never part of UTF-8
 UNKNOWN_BYTE = b"\xfe"  # stands there for an id outside the vocabulary: no text gives it
 
@@ -66,9 +67,9 @@ class TextTokenizer:
         self._added_by_id = {token.id: token for token in self.added.values()}
 
     def protect(self, text: str) -> str:
-        """A client's string as marked text. Raises InvalidRequest on code points that are not text."""
+        """A client's string as marked text; a picture's place stays. Raises InvalidRequest on what is not text."""
         try:
-            text.encode()
+            text.replace(PLACE, "").encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest("a string holds half of a surrogate pair, which is not text") from error
         return self._literal.sub(lambda match: self.added[match[0]].mark, text)

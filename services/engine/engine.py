@@ -40,7 +40,7 @@ from services.engine.sequence import Sequence
 from services.engine.vision.cache import Held
 from services.engine.vision.ids import picture_ids
 from services.engine.vision.looks import Looks, Work
-from services.engine.vision.sight import Ask, Missing, Seen, Sight
+from services.engine.vision.sight import Ask, Missing, Room, Seen, Sight
 
 log = logging.getLogger(__name__)
 
@@ -106,12 +106,15 @@ class Engine:
             self._wake.notify()
         return Handle(self, sequence)
 
-    async def see(self, asks: Seq[Ask], text_tokens: int, count_only: bool = False) -> list[Seen] | Missing:
+    async def see(
+        self, asks: Seq[Ask], text_tokens: int, answer_tokens: int = 0, count_only: bool = False
+    ) -> list[Seen] | Missing:
         """Embeddings of pictures, ready to be named by requests; or which of them must be sent.
 
         Raises UnsupportedError, PictureError, ContextError, QueueFullError or StoppingError.
         """
-        return await self.sight.see(asks, text_tokens, self.info.context_tokens, self._look, count_only)
+        room = Room(self.info.context_tokens, text_tokens, answer_tokens)
+        return await self.sight.see(asks, room, self._look, count_only)
 
     @property
     def sight(self) -> Sight:

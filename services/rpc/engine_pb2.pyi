@@ -283,14 +283,16 @@ class VisionIn(_message.Message):
     def __init__(self, data: _Optional[bytes] = ..., ask: _Optional[_Union[VisionAsk, _Mapping]] = ...) -> None: ...
 
 class VisionAsk(_message.Message):
-    __slots__ = ("pictures", "text_tokens", "count_only")
+    __slots__ = ("pictures", "text_tokens", "count_only", "answer_tokens")
     PICTURES_FIELD_NUMBER: _ClassVar[int]
     TEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COUNT_ONLY_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     pictures: _containers.RepeatedCompositeFieldContainer[PictureAsk]
     text_tokens: int
     count_only: bool
-    def __init__(self, pictures: _Optional[_Iterable[_Union[PictureAsk, _Mapping]]] = ..., text_tokens: _Optional[int] = ..., count_only: _Optional[bool] = ...) -> None: ...
+    answer_tokens: int
+    def __init__(self, pictures: _Optional[_Iterable[_Union[PictureAsk, _Mapping]]] = ..., text_tokens: _Optional[int] = ..., count_only: _Optional[bool] = ..., answer_tokens: _Optional[int] = ...) -> None: ...
 
 class PictureAsk(_message.Message):
     __slots__ = ("digest", "resolution", "size_bytes")

@@ -148,8 +148,9 @@ def test_pictures_are_refused_by_name(shared_api: RunningApi) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     answer = post(shared_api, {"model": "demo", "messages": [{"role": "user", "content": [part]}]})
     error = error_of(answer, 400)
-    assert error["param"] == "messages[0].content"
-    assert "images are not available yet" in error["message"]
+    assert error["code"] == "unsupported_parameter"
+    assert error["param"] == "messages"
+    assert "cannot see pictures" in error["message"]
 
 
 def test_neutral_values_and_unknown_fields_are_fine(api: RunningApi) -> None:

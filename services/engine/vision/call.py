@@ -22,7 +22,7 @@ async def answer(engine: Engine, messages: AsyncIterator[Any]) -> pb.VisionOut:
             ask, asks = await _receive(messages)
     except TimeoutError:
         raise StreamError(f"the pictures did not come within {RECEIVE_S:.0f} s") from None
-    found = await engine.see(asks, ask.text_tokens, ask.count_only)
+    found = await engine.see(asks, ask.text_tokens, ask.answer_tokens, ask.count_only)
     if isinstance(found, Missing):
         return pb.VisionOut(missing=found.numbers)
     return pb.VisionOut(pictures=[pb.SeenPicture(handle=seen.handle, tokens=seen.tokens) for seen in found])

@@ -60,6 +60,15 @@ class Ask:
 
 
 @dataclass(frozen=True)
+class Room:
+    """What a prompt's pictures may take: the context, less its text, less what is to be left for the answer."""
+
+    context_tokens: int
+    text_tokens: int
+    answer_tokens: int
+
+
+@dataclass(frozen=True)
 class Seen:
     """A picture's embeddings by their name; without a name where only its tokens were asked for."""
 
@@ -91,9 +100,7 @@ class Sight:
         self._turn = asyncio.Semaphore(1)
         self._calls = 0
 
-    async def see(
-        self, asks: Sequence[Ask], text_tokens: int, context_tokens: int, look: Look, count_only: bool = False
-    ) -> list[Seen] | Missing:
+    async def see(self, asks: Sequence[Ask], room: Room, look: Look, count_only: bool = False) -> list[Seen] | Missing:
         """Raises PictureError, ContextError or QueueFullError."""
         if not 0 < len(asks) <= MOST_PICTURES:
             raise PictureError(f"{len(asks)} pictures: a prompt may have 1 to {MOST_PICTURES}")
@@ -103,17 +110,15 @@ class Sight:
             raise QueueFullError(f"{self._calls} requests with pictures wait already: ask again later")
         self._calls += 1
         try:
-            return await self._see(asks, text_tokens, context_tokens, look, count_only)
+            return await self._see(asks, room, look, count_only)
         finally:
             self._calls -= 1
 
-    async def _see(
-        self, asks: Sequence[Ask], text_tokens: int, context_tokens: int, look: Look, count_only: bool
-    ) -> list[Seen] | Missing:
+    async def _see(self, asks: Sequence[Ask], room: Room, look: Look, count_only: bool) -> list[Seen] | Missing:
         found = await self._learn_sizes(asks)
         if isinstance(found, Missing):
             return found
-        grids = self._grids(asks, found, text_tokens, context_tokens)
+        grids = self._grids(asks, found, room)
         if count_only:
             return [Seen(b"", tokens(grid)) for grid in grids]
         held = [self.cache.find((known.pixels, grid)) for known, grid in zip(found, grids, strict=True)]
@@ -141,18 +146,16 @@ class Sight:
         missing = tuple(i for i, ask in enumerate(asks) if ask.digest not in found)
         return Missing(missing) if missing else [found[ask.digest] for ask in asks]
 
-    def _grids(
-        self, asks: Sequence[Ask], found: Sequence[_Known], text_tokens: int, context_tokens: int
-    ) -> list[tuple[int, int]]:
+    def _grids(self, asks: Sequence[Ask], found: Sequence[_Known], room: Room) -> list[tuple[int, int]]:
         config = self.weights.config
-        room_tokens = context_tokens - text_tokens - _SPARE_TOKENS
+        room_tokens = room.context_tokens - room.text_tokens - room.answer_tokens - _SPARE_TOKENS
         most = [ask.resolution.most_patches(config) for ask in asks]
         grids = share([known.size for known in found], config.patch, config.least_patches, most, room_tokens)
         in_all = sum(map(tokens, grids))
-        if in_all + text_tokens >= context_tokens:
+        if in_all + room.text_tokens >= room.context_tokens:
             raise ContextError(
-                f"{in_all} tokens of {len(asks)} pictures and {text_tokens} of text do not fit the context of "
-                f"{context_tokens}, answer included: send fewer pictures or less text"
+                f"{in_all} tokens of {len(asks)} pictures and {room.text_tokens} of text do not fit the context of "
+                f"{room.context_tokens}, answer included: send fewer pictures or less text"
             )
         size_bytes = in_all * config.hidden * _FLOAT_BYTES
         if size_bytes > self.cache.budget_bytes:
