@@ -20,6 +20,10 @@ class PagePool:
         shape = (len(config.attention_layers), pages, PAGE_TOKENS, config.kv_heads, config.head_dim)
         self.keys = torch.zeros(shape)
         self.values = torch.zeros(shape)
+        self._own(pages)
+
+    def _own(self, pages: int) -> None:
+        """All are free."""
         self.total = pages
         self._free = list(range(pages - 1, -1, -1))
         self._owners = [0] * pages

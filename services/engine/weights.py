@@ -77,6 +77,14 @@ class DenseWeights:
         """float32 values of a tensor that is never quantised, by its full name (`layers.0.norm.weight`)."""
         return self._entries[name].read().to(torch.float32)
 
+    def entry(self, name: str) -> Entry:
+        """Where a tensor lies, by its full name."""
+        return self._entries[name]
+
+    def scalar(self, name: str, absent: float) -> float:
+        """An optional scalar (a KV scale), or `absent`."""
+        return float(self.plain(name)) if name in self._entries else absent
+
 
 def dense_tensors(config: ModelConfig) -> Expected:
     """Every tensor of the language model but the routed experts."""

@@ -1,0 +1,137 @@
+"""One token of a fixed number of sequences as one CUDA graph, with the host library's share of it.
+
+Owns the graph, its hand-off and its buffers. Order of a token: the inputs are written, the graph is launched, this thread
+serves the host's side of every MoE layer, the graph ends. A host that was late makes the GPU give up waiting; the rest
+of the graph then changes nothing, and the token goes on, launched piece by piece, from the layer where it stopped.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.experts.decode_step import DOWN_SPLITS, ExpertStep
+from kernels.experts.device.turns import TIMEOUT_NS, HandoffError, Route, SharedSlots, Turns
+from services.engine.gpu.memory import DevicePool, DeviceState
+from services.engine.gpu.token import Replay, Token
+from services.engine.gpu.weights import DeviceWeights
+
+MOST_ROWS = 4
+MOST_ITEMS = 32  # experts of one layer that the GPU takes at most
+WARM_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which part of the experts the GPU takes, and how their bytes reach it; see Turns and Method in the benchmarks.
+
+    `share`: how many a layer; None: so many that both sides finish together, found from `first_share` on.
+    `guesses`: the next layer's router runs early and the host prefetches what it names.
+    """
+
+    route: Route = Route.IN_PLACE
+    share: int | None = None
+    first_share: float = 8.0
+    waves: tuple[int, ...] = ()
+    whole_groups: bool = False
+    splits: int = DOWN_SPLITS
+    lanes: int = 1
+    items: int = MOST_ITEMS
+    guesses: bool = False
+    timeout_ns: int = TIMEOUT_NS
+
+
+@dataclass(frozen=True)
+class Row:
+    """The next id of one sequence; its page is reserved."""
+
+    state: DeviceState
+    id: int
+
+
+class Decoder:
+    """For exactly `rows` sequences. Made before anything runs; after that nothing is allocated."""
+
+    def __init__(
+        self,
+        weights: DeviceWeights,
+        pool: DevicePool,
+        slots: SharedSlots,
+        rows: int,
+        context_tokens: int,
+        placement: Placement = Placement(),  # noqa: B008 - frozen
+        replay: Replay | None = None,
+    ) -> None:
+        assert 1 <= rows <= MOST_ROWS
+        config = weights.config
+        self.weights, self.rows, self.layers = weights, rows, len(config.moe_layers)
+        top_k = config.experts_per_token
+        items = min(rows * top_k, max(placement.items, placement.share or 0))
+        step = ExpertStep(
+            slots.host.catalog.layout, items, rows, top_k, pool.conv.device, placement.splits, octets=True
+        )
+        guesses = rows * top_k if placement.guesses and replay is None else 0
+        self.turns = Turns(slots, step, placement.waves, placement.timeout_ns, guesses)
+        if placement.route is not Route.IN_PLACE:
+            self.turns.copy_through(placement.route, placement.lanes)
+        self.turns.share(placement.share, initial=placement.first_share * rows)
+        self.token = Token(weights, pool, step, self.turns, context_tokens, placement.whole_groups, replay)
+        self.late = 0  # how often a token had to go on
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def capture(self, states: Sequence[DeviceState]) -> None:
+        """Compile every kernel and capture the graph, with tokens of fresh states that mean nothing afterwards."""
+        self.token.inputs.fill(list(states))
+        for _ in range(WARM_ROUNDS):
+            self._launch_and_serve()
+            in_time = not int(self.turns.stopped)
+            self.turns.retire()
+            if in_time:
+                break
+        else:
+            raise HandoffError("the host does not answer the GPU in time, even when nothing is to be compiled")
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.token.launch()
+
+    def run(self, rows: Sequence[Row]) -> Tensor:
+        """Feed one id to each state, whose `ids` the caller extends -> logits after it, float32 [rows, vocab].
+
+        The logits are in page-locked host memory and valid until the next run. Raises HandoffError; the states are then
+        half-way between two tokens.
+        """
+        assert self.graph is not None
+        assert len(rows) == self.rows
+        inputs = self.token.inputs
+        inputs.fill([row.state for row in rows])
+        self.weights.embeddings.fill([row.id for row in rows], inputs.host_x)
+        try:
+            self.graph.replay()
+            served = self.turns.serve(self.layers)
+            torch.cuda.synchronize()
+            while int(self.turns.stopped):
+                served = self._go_on(served)
+        finally:
+            torch.cuda.synchronize()
+            self.turns.retire()
+        return self.token.host_logits
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+        self.turns.retire()
+        self.turns.close()
+
+    def _go_on(self, served: int) -> int:
+        self.late += 1
+        self.turns.go_on()
+        self.token.launch(served - 1, posted=True)
+        served += self.turns.serve(self.layers - served)
+        torch.cuda.synchronize()
+        return served
+
+    def _launch_and_serve(self) -> None:
+        """A token whose layers are launched one at a time, as their kernels are compiled while the GPU waits."""
+        self.token.launch()
+        self.turns.serve(self.layers)
+        torch.cuda.synchronize()

@@ -1,0 +1,134 @@
+"""What sequences remember, in a card's memory: KV pages and a fixed number of places for convolution and SSM states.
+
+Owns the memory, all of it taken at construction, so that a captured graph finds every state at the address it was
+captured with. Kernels name a state by its place. Used by the thread that owns the model, only.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kernels.attention.pages import Pages
+from services.engine.errors import OutOfPagesError
+from services.engine.model_config import ModelConfig
+from services.engine.pages import PAGE_TOKENS, PagePool, pages_for
+from services.engine.state import State, host_view
+
+KvFormat = Literal["bf16", "fp8"]
+KV_TYPES: dict[KvFormat, torch.dtype] = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
+
+class DevicePool(PagePool):
+    """`keys` and `values` as in PagePool, in BF16 or FP8; `conv` and `ssm` as in State, with a place first."""
+
+    def __init__(
+        self, config: ModelConfig, device: torch.device, *, places: int, pages: int, kv: KvFormat = "bf16"
+    ) -> None:
+        shape = (len(config.attention_layers), pages, PAGE_TOKENS, config.kv_heads, config.head_dim)
+        self.keys = torch.zeros(shape, dtype=torch.uint8, device=device).to(KV_TYPES[kv])
+        self.values = self.keys.clone()
+        self._own(pages)
+        layers = len(config.mamba_layers)
+        self.conv = torch.zeros(places, layers, config.conv_channels, config.conv_kernel - 1, device=device)
+        self.ssm = torch.zeros(
+            places, layers, config.mamba_heads, config.mamba_head_dim, config.mamba_state, device=device
+        )
+        self._free_places = list(range(places - 1, -1, -1))
+        largest = max((each[0, 0].nbytes for each in (self.conv, self.ssm, self.keys) if each.numel()), default=1)
+        self._staging = torch.zeros(largest, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def pages_of(self, layer: int, key_scale: float, value_scale: float) -> Pages:
+        """One attention layer's pages, as the kernels take them."""
+        return Pages(self.keys[layer], self.values[layer], key_scale, value_scale)
+
+    def take_place(self) -> int:
+        """A place whose states are zero. Raises OutOfPagesError if none is free."""
+        if not self._free_places:
+            raise OutOfPagesError(
+                f"all {len(self.conv)} states on the GPU are in use: wait for other sequences to end, or raise "
+                "THIMBLE_ENGINE_MAX_SEQUENCES"
+            )
+        place = self._free_places.pop()
+        self.conv[place].zero_()
+        self.ssm[place].zero_()
+        return place
+
+    def give_place(self, place: int) -> None:
+        assert place not in self._free_places
+        self._free_places.append(place)
+
+    def to_host(self, piece: Tensor) -> memoryview:
+        """A piece's bytes, valid until the next call."""
+        staged = self._staging[: piece.nbytes]
+        staged.copy_(piece.reshape(-1).view(torch.uint8))
+        return host_view(staged)
+
+    def from_host(self, piece: Tensor) -> Iterator[memoryview]:
+        """The buffer to fill with a piece's bytes; it goes to the device when the next is asked for."""
+        staged = self._staging[: piece.nbytes]
+        yield host_view(staged)
+        piece.copy_(staged.view(piece.dtype).view(piece.shape))
+
+    def check(self, held: list[list[int]]) -> None:
+        super().check(held)
+        assert len(self._free_places) == len(set(self._free_places)) <= len(self.conv)
+
+
+class DeviceState(State):
+    """`conv` and `ssm` are its place in the pool; they and the pages never move.
+
+    What is exported or imported goes through one page-locked buffer, piece by piece.
+    """
+
+    pool: DevicePool
+
+    def __init__(self, config: ModelConfig, pool: DevicePool) -> None:
+        self.config, self.pool = config, pool
+        self.place = pool.take_place()
+        self.ids: list[int] = []
+        self.conv, self.ssm = pool.conv[self.place], pool.ssm[self.place]
+        self.pages: list[int] = []
+        self.block_names: list[bytes] = []
+        self.spoiled = False
+        self.released = False
+
+    def export_fixed(self) -> Iterator[memoryview]:
+        for piece in (*self.conv, *self.ssm):
+            yield self.pool.to_host(piece)
+
+    def import_fixed(self) -> Iterator[memoryview]:
+        for piece in (*self.conv, *self.ssm):
+            yield from self.pool.from_host(piece)
+
+    def export_kv(self, start: int, stop: int) -> Iterator[memoryview]:
+        for piece in self._kv_pieces(start, stop):
+            yield self.pool.to_host(piece)
+
+    def import_kv(self, start: int, stop: int) -> Iterator[memoryview]:
+        for piece in self._kv_pieces(start, stop):
+            yield from self.pool.from_host(piece)
+
+    def clone(self) -> "DeviceState":
+        """An independent copy in another place. Raises OutOfPagesError if there is none."""
+        assert not self.spoiled
+        copy = DeviceState(self.config, self.pool)
+        copy.ids, copy.block_names = list(self.ids), list(self.block_names)
+        copy.conv.copy_(self.conv)
+        copy.ssm.copy_(self.ssm)
+        copy.pages = self.pages[: pages_for(self.tokens)]
+        self.pool.share(copy.pages)
+        return copy
+
+    def release(self) -> None:
+        super().release()
+        if not self.released:
+            self.pool.give_place(self.place)
+            self.released = True
+
+    def _kv_pieces(self, start: int, stop: int) -> Iterator[Tensor]:
+        page, first = divmod(start, PAGE_TOKENS)
+        for layer in range(len(self.config.attention_layers)):
+            for memory in (self.pool.keys[layer], self.pool.values[layer]):
+                yield memory[self.pages[page], first : first + stop - start]

@@ -1,0 +1,179 @@
+"""The launches of one token for a fixed number of sequences: all layers, in order, on the current stream.
+
+Owns the buffers between the layers and what is copied to and from the host; weights, states and pages are given. Every
+buffer is made at construction, so that `launch` can be captured. What a token changes for good is the residual stream
+and the sequences' states; everything else is written again by the next one.
+
+A token can go on from the middle: `launch(first, posted=True)` begins at MoE layer `first` behind its hand-off. For
+that a layer's router weights and latent input are kept until the token's end.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import kernels.attention.gpu as attention
+import kernels.mamba.gpu as mamba
+import kernels.router.gpu as router
+from kernels.attention.pages import qkv
+from kernels.experts.decode_step import ExpertStep
+from kernels.experts.device.turns import Turns
+from kernels.linear.gpu import Finish, Linear, linear, linears
+from services.engine.gpu.memory import DevicePool, DeviceState
+from services.engine.gpu.weights import AttentionWeights, DeviceWeights, MambaWeights, MoeWeights
+from services.engine.pages import PAGE_TOKENS
+
+
+@dataclass(frozen=True)
+class Replay:
+    """For benchmarks on synthetic weights: what is posted instead of what the routers and projections found.
+
+    ids int32 [MoE layers, rows, k] and x float32 [MoE layers, rows, latent], on the device. The routers run all the same.
+    """
+
+    ids: Tensor
+    x: Tensor
+
+
+class TokenInputs:
+    """What a token needs from the host, in page-locked memory, and its copy on the device."""
+
+    def __init__(self, rows: int, hidden: int, most_pages: int, device: torch.device) -> None:
+        def both(*shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+            host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+            return host, torch.zeros(shape, dtype=dtype, device=device)
+
+        self.host_x, self.x = both(rows, hidden, dtype=torch.float32)
+        self.host_numbers, numbers = both(rows * (2 + most_pages), dtype=torch.int32)
+        self.numbers = numbers
+        sizes = [rows, rows, rows * most_pages]
+        self.slots, self.lengths, self.tables = (part for part in torch.split(numbers, sizes))
+        self.tables = self.tables.view(rows, most_pages)
+        self.host_slots, self.host_lengths, tables = torch.split(self.host_numbers, sizes)
+        self.host_tables = tables.view(rows, most_pages)
+
+    def fill(self, states: list[DeviceState]) -> None:
+        """Of the token that each state takes next; its page must be reserved. The embeddings are filled by the caller."""
+        for row, state in enumerate(states):
+            self.host_slots[row] = state.place
+            self.host_lengths[row] = state.tokens + 1
+            self.host_tables[row, : len(state.pages)] = torch.tensor(state.pages, dtype=torch.int32)
+
+    def launch(self) -> None:
+        self.x.copy_(self.host_x, non_blocking=True)
+        self.numbers.copy_(self.host_numbers, non_blocking=True)
+
+
+class Token:
+    """For `rows` sequences of at most `context_tokens` tokens. `turns` and `step` are the hand-off's, for as many rows."""
+
+    def __init__(
+        self,
+        weights: DeviceWeights,
+        pool: DevicePool,
+        step: ExpertStep,
+        turns: Turns,
+        context_tokens: int,
+        whole_groups: bool = False,
+        replay: Replay | None = None,
+    ) -> None:
+        config, device, rows = weights.config, pool.conv.device, step.tokens
+        self.weights, self.pool, self.step, self.turns = weights, pool, step, turns
+        self.rows, self.whole_groups, self.replay = rows, whole_groups, replay
+        self.sizes = mamba.Sizes(config.mamba_heads, config.mamba_head_dim, config.mamba_state, config.mamba_groups)
+
+        def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self.inputs = TokenInputs(rows, config.hidden_size, -(-context_tokens // PAGE_TOKENS), device)
+        self.x = self.inputs.x
+        self.projected, self.y = new(rows, self.sizes.rows), new(rows, self.sizes.inner)
+        self.mixed = new(rows, self.sizes.inner)
+        self.arrived = new(rows, self.sizes.groups, dtype=torch.int32)
+        heads = config.attention_heads * config.head_dim
+        self.query, self.attended = new(rows, heads), new(rows, heads)
+        self.workspace = attention.Workspace(
+            rows, config.attention_heads, config.head_dim, context_tokens, PAGE_TOKENS, device
+        )
+        layers, top_k = len(config.moe_layers), config.experts_per_token
+        self.scores, self.next_scores = new(rows, config.experts), new(rows, config.experts)
+        self.latent = new(layers, rows, config.latent_size)
+        self.chosen = new(2 if turns.guesses else 1, rows, top_k, dtype=torch.int32)  # of this layer, then guesses
+        self.chosen_weights, self.unused_weights = new(layers, rows, top_k), new(rows, top_k)
+        self.shared, self.routed = new(rows, config.shared_width), new(rows, config.latent_size)
+        self.logits = new(rows, config.vocab_size)
+        self.host_logits = torch.zeros(self.logits.shape, pin_memory=device.type == "cuda")
+
+    def launch(self, first: int = 0, posted: bool = False) -> None:
+        """Queue the token, or with `posted` what follows the hand-off of MoE layer `first`."""
+        if not posted:
+            self.inputs.launch()
+        counts = {MambaWeights: 0, AttentionWeights: 0, MoeWeights: 0}
+        for layer in self.weights.layers:
+            index = counts[type(layer)]
+            counts[type(layer)] += 1
+            if posted and counts[MoeWeights] <= first:
+                continue
+            match layer:
+                case MambaWeights():
+                    self._mamba(layer, index)
+                case AttentionWeights():
+                    self._attention(layer, index)
+                case MoeWeights():
+                    if not (posted and index == first):
+                        self._route(layer, index)
+                    self._experts(layer, index)
+        linear(self.x, self.weights.lm_head, self.logits, norm=self.weights.final_norm)
+        self.host_logits.copy_(self.logits, non_blocking=True)
+
+    def _mamba(self, layer: MambaWeights, index: int) -> None:
+        pool, stop, slots = self.pool, self.turns.stop, self.inputs.slots
+        mamba.in_proj(
+            self.x, layer.norm, layer.in_proj, self.sizes, layer.conv_weight, layer.conv_bias, pool.conv[:, index], slots,
+            self.projected, stop=stop,
+        )  # fmt: skip
+        mamba.update(
+            self.projected, self.sizes, layer.a, layer.d, layer.dt_bias, pool.ssm[:, index], slots, layer.inner_norm,
+            layer.norm.eps, self.y, self.arrived, self.mixed, stop=stop,
+        )  # fmt: skip
+        linear(self.mixed, layer.out_proj, self.x, "add", stop=stop)
+
+    def _attention(self, layer: AttentionWeights, index: int) -> None:
+        pages = self.pool.pages_of(index, layer.key_scale, layer.value_scale)
+        tables, lengths = self.inputs.tables, self.inputs.lengths
+        qkv(self.x, layer.norm, layer.qkv, pages, tables, lengths, self.query)
+        attention.attend(self.query, pages, tables, lengths, self.workspace, self.attended)
+        linear(self.attended, layer.o_proj, self.x, "add", stop=self.turns.stop)
+
+    def _route(self, layer: MoeWeights, index: int) -> None:
+        """Up to the hand-off, and the shared expert behind it, which the host's answer need not wait for."""
+        config, following = self.weights.config, self.weights.next_gates[index] if self.turns.guesses else None
+        parts: list[tuple[Linear, Tensor, Finish]] = [
+            (layer.gate, self.scores, "store"),
+            (layer.fc1, self.latent[index], "store"),
+        ]
+        if following is not None:
+            parts.append((following.gate, self.next_scores, "store"))
+        linears(self.x, parts, layer.norm)
+        choice = (config.experts_per_token, config.routed_scale, config.norm_topk)
+        router.choose(self.scores, layer.bias, *choice, self.chosen[0], self.chosen_weights[index])
+        if following is not None:
+            # This layer's input is a good guess at the next one's: its router is often right a layer early.
+            router.choose(self.next_scores, following.bias, *choice, self.chosen[1], self.unused_weights)
+        if self.replay is None:
+            self.turns.post(index, self.chosen, self.latent[index])
+        else:
+            self.turns.post(index, self.replay.ids[index], self.replay.x[index])
+        linear(self.x, layer.shared_up, self.shared, "relu2", layer.norm)
+        linear(self.shared, layer.shared_down, self.x, "add", stop=self.turns.stop)
+
+    def _experts(self, layer: MoeWeights, index: int) -> None:
+        step = self.step
+        step.x = self.latent[index] if self.replay is None else self.replay.x[index]
+        step.weights, step.out = self.chosen_weights[index], self.routed
+        step.launch_quantise()
+        self.turns.launch_waves(self.whole_groups)
+        self.turns.wait_results()
+        step.launch_combine()
+        linear(self.routed, layer.fc2, self.x, "add", stop=self.turns.stop)

@@ -1,0 +1,182 @@
+"""The dense weights in a card's memory, in the checkpoint's own formats, and embedding rows from the host.
+
+Owns the device tensors and how they are brought there. A linear's bytes are those of the file; norms and biases are
+float32, what a linear reads in octet order. The embedding table (1 GB at the real shape) stays where it is: a token
+needs one row of it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from kernels.elementary.reference import exp
+from kernels.linear.gpu import Linear, Norm
+from kernels.linear.octets import to_octets
+from services.engine.errors import CheckpointError
+from services.engine.model_config import ModelConfig
+from services.engine.tensorfile import DTYPES, Entry
+from services.engine.weights import DenseWeights
+
+
+@dataclass(frozen=True)
+class MambaWeights:
+    norm: Norm
+    in_proj: Linear
+    conv_weight: Tensor  # float32 [channels, taps]
+    conv_bias: Tensor
+    a: Tensor  # -e^A_log, float32 [heads]
+    d: Tensor
+    dt_bias: Tensor
+    inner_norm: Tensor  # float32 [inner], plain order
+    out_proj: Linear
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    norm: Norm
+    qkv: tuple[Linear, Linear, Linear]
+    o_proj: Linear
+    key_scale: float  # of FP8 pages, from the checkpoint if it has them
+    value_scale: float
+
+
+@dataclass(frozen=True)
+class MoeWeights:
+    norm: Norm
+    gate: Linear
+    bias: Tensor
+    fc1: Linear
+    fc2: Linear
+    shared_up: Linear
+    shared_down: Linear
+
+
+LayerWeights = MambaWeights | AttentionWeights | MoeWeights
+
+
+@dataclass(frozen=True)
+class DeviceWeights:
+    """All layers in order; `following[i]` is the MoE layer after the i-th one, if there is one."""
+
+    config: ModelConfig
+    layers: tuple[LayerWeights, ...]
+    final_norm: Norm
+    lm_head: Linear
+    embeddings: "EmbeddingRows"
+    size_bytes: int
+
+    @staticmethod
+    def load(
+        dense: DenseWeights, config: ModelConfig, device: torch.device, progress: Callable[[int], None] = lambda _: None
+    ) -> "DeviceWeights":
+        """Read every tensor once and send it to `device`; `progress` gets the bytes that are there so far.
+
+        Raises CheckpointError for a tensor that the kernels cannot take.
+        """
+        loader = _Loader(dense, config, device, progress)
+        layers = tuple(loader.layer(index) for index in range(len(config.layers)))
+        final_norm, lm_head = loader.norm("norm_f.weight"), loader.linear("lm_head")
+        rows = EmbeddingRows(dense.entry("embeddings.weight"))
+        return DeviceWeights(config, layers, final_norm, lm_head, rows, loader.sent_bytes)
+
+    @property
+    def moe_layers(self) -> list[MoeWeights]:
+        return [layer for layer in self.layers if isinstance(layer, MoeWeights)]
+
+    @property
+    def next_gates(self) -> list[MoeWeights | None]:
+        """For each MoE layer the one after it."""
+        return [following for _, following in pairwise([*self.moe_layers, None])]
+
+
+class EmbeddingRows:
+    """Rows of the embedding table, read from the file when asked for: the system keeps what is used in its cache."""
+
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
+        rows, self.columns = entry.shape
+        self._table = torch.from_file(
+            str(entry.path), shared=False, size=entry.offset + entry.size_bytes, dtype=torch.uint8
+        )[entry.offset :].view(rows, -1)
+
+    def fill(self, ids: list[int], out: Tensor) -> None:
+        """out float32 [len(ids), hidden], on the host: the ids' embeddings in octet order."""
+        dtype = DTYPES[self._entry.dtype]
+        for id_, row in zip(ids, out, strict=True):
+            row.copy_(to_octets(self._table[id_].clone().view(dtype).to(torch.float32)))
+
+
+class _Loader:
+    def __init__(
+        self, dense: DenseWeights, config: ModelConfig, device: torch.device, progress: Callable[[int], None]
+    ) -> None:
+        self.dense, self.config, self.device, self.progress = dense, config, device, progress
+        self.sent_bytes = 0
+
+    def layer(self, index: int) -> LayerWeights:
+        mixer = f"layers.{index}.mixer."
+        norm = self.norm(f"layers.{index}.norm.weight")
+        match self.config.layers[index]:
+            case "mamba":
+                return MambaWeights(
+                    norm,
+                    self.linear(mixer + "in_proj"),
+                    self.plain(mixer + "conv1d.weight").squeeze(1).contiguous(),
+                    self.plain(mixer + "conv1d.bias"),
+                    self.send(-exp(self.dense.plain(mixer + "A_log"))),
+                    self.plain(mixer + "D"),
+                    self.plain(mixer + "dt_bias"),
+                    self.plain(mixer + "norm.weight"),
+                    self.linear(mixer + "out_proj"),
+                )
+            case "attention":
+                q_proj, k_proj, v_proj = (self.linear(mixer + name) for name in ("q_proj", "k_proj", "v_proj"))
+                scales = (self.dense.scalar(mixer + name, 1.0) for name in ("k_proj.k_scale", "v_proj.v_scale"))
+                return AttentionWeights(norm, (q_proj, k_proj, v_proj), self.linear(mixer + "o_proj"), *scales)
+            case "moe":
+                return MoeWeights(
+                    norm,
+                    self.plain_linear(mixer + "gate.weight"),
+                    self.plain(mixer + "gate.e_score_correction_bias"),
+                    *(
+                        self.linear(mixer + name)
+                        for name in (
+                            "fc1_latent_proj",
+                            "fc2_latent_proj",
+                            "shared_experts.up_proj",
+                            "shared_experts.down_proj",
+                        )
+                    ),
+                )
+
+    def send(self, tensor: Tensor) -> Tensor:
+        self.sent_bytes += tensor.nbytes
+        self.progress(self.sent_bytes)
+        return tensor.to(self.device)
+
+    def plain(self, name: str) -> Tensor:
+        return self.send(self.dense.plain(name))
+
+    def norm(self, name: str) -> Norm:
+        return Norm(self.send(to_octets(self.dense.plain(name))), self.config.norm_eps)
+
+    def linear(self, name: str) -> Linear:
+        stored = self.dense.linear(name)
+        scale = None if stored.weight_scale is None else stored.weight_scale
+        if stored.format in ("NVFP4", "W4A16_NVFP4") and scale is not None:
+            scale = self.send(scale)  # one for each 16 values; FP8's is a single number
+        return self._pack(name, stored.format, self.send(stored.weight), scale, stored.weight_scale_2)
+
+    def plain_linear(self, name: str) -> Linear:
+        """A matrix that is never quantised, in the format of the file."""
+        entry = self.dense.entry(name)
+        return self._pack(name, entry.dtype, self.send(entry.read()))
+
+    def _pack(self, name: str, form: str, *tensors: Tensor | None) -> Linear:
+        try:
+            return Linear.pack(form, *tensors)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise CheckpointError(f"tensor {name}: {error}; the GPU engine cannot use it") from error
