@@ -27,8 +27,8 @@ void publish(uint32_t* flag, uint32_t value) { __atomic_store_n(flag, value, __A
 
 }  // namespace
 
-Turns::Turns(Step& step, const Catalog& catalog, const TurnMemory& memory, const TurnShape& shape)
-    : step_(step), catalog_(catalog), memory_(memory), shape_(shape), turn_(load(memory.posted)) {
+Turns::Turns(Step& step, Cache& cache, const Catalog& catalog, const TurnMemory& memory, const TurnShape& shape)
+    : step_(step), cache_(cache), catalog_(catalog), memory_(memory), shape_(shape), turn_(load(memory.posted)) {
   float* nan = memory_.results + int64_t(shape_.rows) * shape_.top_k * catalog_.shape.latent;
   std::fill(nan, nan + catalog_.shape.latent, std::numeric_limits<float>::quiet_NaN());
 }
@@ -65,10 +65,9 @@ int Turns::serve(int turns, int64_t timeout_us) {
       adapt(host_ns);
     }
     step_.retire();
-    const int lookups = shape_.rows * shape_.top_k;
     const Clock::time_point began = Clock::now();
     const std::string error =
-        step_.run_shared(memory_.ids[lookups], shape_.rows, shape_.top_k, memory_.ids, memory_.x, memory_.results, *this);
+        step_.run_shared(layer(), shape_.rows, shape_.top_k, memory_.ids, memory_.x, memory_.results, *this);
     if (!error.empty()) throw std::runtime_error(error);
     publish(memory_.finished, turn_);
     finished = Clock::now();
@@ -129,6 +128,20 @@ void Turns::begin(const std::vector<Item>& items, const std::vector<int32_t>& so
       lanes_->copy(staging_ + uint64_t(item) * uint64_t(catalog_.shape.block_bytes), items[size_t(item)].block, bytes);
     lanes_->announce(reinterpret_cast<uint64_t>(memory_.planned) + wave * CACHE_LINE, turn_);
   }
+}
+
+// Of all rows the first choices first, since those are most often right.
+void Turns::demanded() {
+  const int next = layer() + 1, lookups = shape_.rows * shape_.top_k;
+  if (!shape_.guesses || next >= catalog_.layers) return;
+  hints_.clear();
+  for (int rank = 0; rank < shape_.top_k; rank++) {
+    for (int row = 0; row < shape_.rows; row++) {
+      const Key key = next * catalog_.experts + memory_.ids[lookups + row * shape_.top_k + rank];
+      if (std::find(hints_.begin(), hints_.end(), key) == hints_.end()) hints_.push_back(key);
+    }
+  }
+  cache_.prefetch(next, hints_.data(), hints_.size());
 }
 
 // Both should finish together. Moving d experts to the GPU takes d host experts' time off the host's side and adds d of the

@@ -25,7 +25,7 @@ struct TurnMemory {
   const uint32_t* posted;  // written by the GPU
   uint32_t* planned;       // by us; one for each wave, each CACHE_LINE bytes after the last
   uint32_t* finished;      // by us
-  const int32_t* ids;      // [lookups], then the layer's number
+  const int32_t* ids;      // [lookups], then guesses at the next layer's, then the layer's number
   const float* x;          // [rows, latent]
   int64_t* plan;           // as laid out by PlanWords in ../decode_step.py
   float* results;          // [lookups + 1, latent]; the last vector is NaN
@@ -34,7 +34,7 @@ struct TurnMemory {
 };
 
 struct TurnShape {
-  int rows, top_k, items;  // items: most experts that the GPU takes
+  int rows, top_k, items, guesses;  // items: most experts that the GPU takes; guesses: 0, or rows * top_k
   int plan_count, plan_table, plan_scale, plan_source;  // first words of the plan's parts
   std::vector<int> wave_ends;  // items up to the first end are announced by the first flag, and so on
 };
@@ -50,7 +50,7 @@ class Turns final : private Partner {
  public:
   static constexpr int CACHE_LINE = 128;
 
-  Turns(Step&, const Catalog&, const TurnMemory&, const TurnShape&);
+  Turns(Step&, Cache&, const Catalog&, const TurnMemory&, const TurnShape&);
 
   // Copies go to `staging` (device address, items * block_bytes), announced wave by wave.
   void copy_through(const CudaDriver&, CudaDriver::Handle context, Route, CudaDriver::Address staging, int lanes);
@@ -76,11 +76,14 @@ class Turns final : private Partner {
   const Times& times() const { return times_; }
 
  private:
+  int layer() const { return memory_.ids[shape_.rows * shape_.top_k + shape_.guesses]; }
   int share(int ready, int waiting) override;
   void begin(const std::vector<Item>& items, const std::vector<int32_t>& source) override;
+  void demanded() override;
   void adapt(int64_t host_ns);
 
   Step& step_;
+  Cache& cache_;
   const Catalog& catalog_;
   const TurnMemory memory_;
   const TurnShape shape_;
@@ -92,6 +95,7 @@ class Turns final : private Partner {
 
   int fixed_share_ = 0;
   double share_ = 0, carry_ = 0;
+  std::vector<Key> hints_;
   int taken_ = 0, left_ = 0;  // experts of the turn in hand: the GPU's and the workers'
   Times times_;
 };

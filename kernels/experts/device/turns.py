@@ -100,11 +100,17 @@ class SharedSlots:
 class Turns:
     """For slots that the GPU can read, and the step's buffers. Used by the thread that owns both.
 
+    `guesses`: 0, or tokens * top_k: so many ids of the next layer are posted with a layer's own, to be prefetched.
     `waves`: how many items each announces; together at least the step's. One wave of all items if none are given.
     """
 
     def __init__(
-        self, slots: SharedSlots, step: ExpertStep, waves: tuple[int, ...] = (), timeout_ns: int = TIMEOUT_NS
+        self,
+        slots: SharedSlots,
+        step: ExpertStep,
+        waves: tuple[int, ...] = (),
+        timeout_ns: int = TIMEOUT_NS,
+        guesses: int = 0,
     ) -> None:
         latent, lookups = step.layout.latent, step.tokens * step.top_k
 
@@ -117,11 +123,11 @@ class Turns:
         if ends[-1] < step.items:
             raise ValueError(f"waves of {waves} items do not cover {step.items}")
         self.wave_starts = [0, *(min(end, step.items) for end in ends)]
-        self.timeout_ns = timeout_ns
+        self.timeout_ns, self.guesses = timeout_ns, guesses
         flag_words = CACHE_LINE // 4
         lines = torch.split(mapped(flag_words * (3 + len(ends)), torch.int32), flag_words)
         self.posted, self.finished, self.stopped, *self.planned = (line[:1] for line in lines)
-        self.ids = mapped(lookups + 1, torch.int32)
+        self.ids = mapped(lookups + guesses + 1, torch.int32)
         self.x = mapped(step.tokens * latent, torch.float32)
         self.plan = mapped(step.plan_words.total, torch.int64)
         self.results = mapped((lookups + 1) * latent, torch.float32)
@@ -133,7 +139,7 @@ class Turns:
         places = (*flags, self.ids, self.x, self.plan, self.results, self.waited, self.stopped)
         words = step.plan_words
         parts = (words.count, words.table, words.scale_2, words.source)
-        sizes = (step.tokens, step.top_k, step.items, *parts, len(ends), *self.wave_starts[1:])
+        sizes = (step.tokens, step.top_k, step.items, guesses, *parts, len(ends), *self.wave_starts[1:])
         self.library.thimble_turns_open.restype = ctypes.c_void_p
         self.handle = ctypes.c_void_p(
             self.library.thimble_turns_open(
@@ -164,7 +170,8 @@ class Turns:
         )
 
     def post(self, layer: int, ids: Tensor, x: Tensor) -> None:
-        """ids int32 [tokens, top_k] and x float32 [tokens, latent] on the GPU go to the host; a turn begins."""
+        """ids int32 [tokens, top_k] (and the guesses behind them) and x float32 [tokens, latent] go to the host; a turn
+        begins."""
         handoff.post_kernel[(1,)](
             self.turn,
             self.stop,

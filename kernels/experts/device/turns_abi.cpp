@@ -21,9 +21,9 @@ THIMBLE_API void* thimble_turns_open(void* host, const uint64_t* memory, const i
                          reinterpret_cast<const float*>(memory[4]),    reinterpret_cast<int64_t*>(memory[5]),
                          reinterpret_cast<float*>(memory[6]),          reinterpret_cast<const int64_t*>(memory[7]),
                          reinterpret_cast<const uint32_t*>(memory[8])};
-  const TurnShape sizes{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6],
-                        std::vector<int>(shape + 8, shape + 8 + shape[7])};
-  return new Turns(step_of(host), catalog_of(host), where, sizes);
+  const TurnShape sizes{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], shape[7],
+                        std::vector<int>(shape + 9, shape + 9 + shape[8])};
+  return new Turns(step_of(host), cache_of(host), catalog_of(host), where, sizes);
 }
 
 THIMBLE_API void thimble_turns_close(void* turns) { delete static_cast<Turns*>(turns); }

@@ -37,6 +37,7 @@ Host& host_of(void* host) { return *static_cast<Host*>(host); }
 namespace thimble {
 
 Step& step_of(void* host) { return *host_of(host).step; }
+Cache& cache_of(void* host) { return *host_of(host).cache; }
 const Catalog& catalog_of(void* host) { return host_of(host).catalog; }
 
 }  // namespace thimble

@@ -6,6 +6,7 @@
 namespace thimble {
 
 Step& step_of(void* host);
+Cache& cache_of(void* host);
 const Catalog& catalog_of(void* host);
 
 }  // namespace thimble

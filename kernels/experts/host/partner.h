@@ -22,6 +22,8 @@ class Partner {
   // Its experts, and where each result is to come from: source[row * top_k + rank] is an item number, or -1 - n for
   // vector n of the workers' results. A row of x that is not finite has the sources of a vector of NaN.
   virtual void begin(const std::vector<Item>& items, const std::vector<int32_t>& source) = 0;
+  // All blocks of this step are demanded: what is hinted at from now on comes after them.
+  virtual void demanded() = 0;
 
  protected:
   ~Partner() = default;

@@ -178,6 +178,7 @@ void Step::demand_all() {
   if (partner_) lend();
   if (left_ == 0) count_down(0);
   pump();
+  if (partner_) partner_->demanded();
   workers_.signal();
 }
 

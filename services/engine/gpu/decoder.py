@@ -1,25 +1,24 @@
 """One token of a fixed number of sequences as one CUDA graph, with the host library's share of it.
 
-Owns the graph, its hand-off and its buffers. Order of a token: the inputs are written, the graph is launched, this thread
-serves the host's side of every MoE layer, the graph ends. A host that was late makes the GPU give up waiting; the rest
-of the graph then changes nothing, and the token goes on, launched piece by piece, from the layer where it stopped.
+Owns the graph, its hand-off and its buffers. Order of a token: the inputs are written, the graph is launched, this
+thread serves the host's side of every MoE layer, the graph ends. A host that was late makes the GPU give up waiting;
+the rest of the graph then changes nothing, and the token goes on, launched piece by piece, from where it stopped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kernels.experts.decode_step import DOWN_SPLITS, ExpertStep
-from kernels.experts.device.turns import TIMEOUT_NS, HandoffError, Route, SharedSlots, Turns
+from kernels.experts.device.turns import TIMEOUT_NS, Route, SharedSlots, Turns
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.token import Replay, Token
 from services.engine.gpu.weights import DeviceWeights
 
 MOST_ROWS = 4
 MOST_ITEMS = 32  # experts of one layer that the GPU takes at most
-WARM_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Decoder:
         slots: SharedSlots,
         rows: int,
         context_tokens: int,
-        placement: Placement = Placement(),  # noqa: B008 - frozen
+        placement: Placement = Placement(),
         replay: Replay | None = None,
     ) -> None:
         assert 1 <= rows <= MOST_ROWS
@@ -83,14 +82,7 @@ class Decoder:
     def capture(self, states: Sequence[DeviceState]) -> None:
         """Compile every kernel and capture the graph, with tokens of fresh states that mean nothing afterwards."""
         self.token.inputs.fill(list(states))
-        for _ in range(WARM_ROUNDS):
-            self._launch_and_serve()
-            in_time = not int(self.turns.stopped)
-            self.turns.retire()
-            if in_time:
-                break
-        else:
-            raise HandoffError("the host does not answer the GPU in time, even when nothing is to be compiled")
+        self._finish(self.token.launch)  # compiles while the GPU waits, which it gives up once
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.token.launch()
@@ -106,15 +98,7 @@ class Decoder:
         inputs = self.token.inputs
         inputs.fill([row.state for row in rows])
         self.weights.embeddings.fill([row.id for row in rows], inputs.host_x)
-        try:
-            self.graph.replay()
-            served = self.turns.serve(self.layers)
-            torch.cuda.synchronize()
-            while int(self.turns.stopped):
-                served = self._go_on(served)
-        finally:
-            torch.cuda.synchronize()
-            self.turns.retire()
+        self._finish(self.graph.replay)
         return self.token.host_logits
 
     def close(self) -> None:
@@ -122,16 +106,18 @@ class Decoder:
         self.turns.retire()
         self.turns.close()
 
-    def _go_on(self, served: int) -> int:
-        self.late += 1
-        self.turns.go_on()
-        self.token.launch(served - 1, posted=True)
-        served += self.turns.serve(self.layers - served)
-        torch.cuda.synchronize()
-        return served
-
-    def _launch_and_serve(self) -> None:
-        """A token whose layers are launched one at a time, as their kernels are compiled while the GPU waits."""
-        self.token.launch()
-        self.turns.serve(self.layers)
-        torch.cuda.synchronize()
+    def _finish(self, launch: Callable[[], None]) -> None:
+        """The whole token, whatever the host's delays."""
+        try:
+            launch()
+            served = self.turns.serve(self.layers)
+            torch.cuda.synchronize()
+            while int(self.turns.stopped):
+                self.late += 1
+                self.turns.go_on()
+                self.token.launch(served - 1, posted=True)
+                served += self.turns.serve(self.layers - served)
+                torch.cuda.synchronize()
+        finally:
+            torch.cuda.synchronize()
+            self.turns.retire()

@@ -29,7 +29,7 @@ from services.engine.pages import PAGE_TOKENS
 class Replay:
     """For benchmarks on synthetic weights: what is posted instead of what the routers and projections found.
 
-    ids int32 [MoE layers, rows, k] and x float32 [MoE layers, rows, latent], on the device. The routers run all the same.
+    ids int32 [MoE layers, rows, k] and x float32 [MoE layers, rows, latent], on the device. The routers run anyway.
     """
 
     ids: Tensor
@@ -54,7 +54,7 @@ class TokenInputs:
         self.host_tables = tables.view(rows, most_pages)
 
     def fill(self, states: list[DeviceState]) -> None:
-        """Of the token that each state takes next; its page must be reserved. The embeddings are filled by the caller."""
+        """Of the token that each state takes next; its page must be reserved. Embeddings are the caller's to fill."""
         for row, state in enumerate(states):
             self.host_slots[row] = state.place
             self.host_lengths[row] = state.tokens + 1
@@ -66,7 +66,7 @@ class TokenInputs:
 
 
 class Token:
-    """For `rows` sequences of at most `context_tokens` tokens. `turns` and `step` are the hand-off's, for as many rows."""
+    """For `step.tokens` sequences of at most `context_tokens` tokens; `turns` and `step` are the hand-off's."""
 
     def __init__(
         self,
@@ -130,8 +130,8 @@ class Token:
     def _mamba(self, layer: MambaWeights, index: int) -> None:
         pool, stop, slots = self.pool, self.turns.stop, self.inputs.slots
         mamba.in_proj(
-            self.x, layer.norm, layer.in_proj, self.sizes, layer.conv_weight, layer.conv_bias, pool.conv[:, index], slots,
-            self.projected, stop=stop,
+            self.x, layer.norm, layer.in_proj, self.sizes, layer.conv_weight, layer.conv_bias, pool.conv[:, index],
+            slots, self.projected, stop=stop,
         )  # fmt: skip
         mamba.update(
             self.projected, self.sizes, layer.a, layer.d, layer.dt_bias, pool.ssm[:, index], slots, layer.inner_norm,

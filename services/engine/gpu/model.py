@@ -1,0 +1,115 @@
+"""The network on one GPU, as the scheduler asks for it: services/engine/model.py's `forward` through captured graphs.
+
+Owns a decoder for every number of sequences up to MOST_ROWS. Every id takes the decode path, prompts too, one after the
+other; a token's bits depend neither on how a prompt was cut nor on what else was in the call. Used by one thread.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+import kernels.attention.gpu as attention
+import kernels.experts.decode_step as experts
+import kernels.linear.gpu as linear
+import kernels.mamba.gpu as mamba
+import kernels.norm.gpu as norm
+import kernels.router.gpu as router
+from kernels.experts.device.turns import HandoffError, SharedSlots, Times
+from services.engine.errors import StepError
+from services.engine.gpu.decoder import MOST_ROWS, Decoder, Placement, Row
+from services.engine.gpu.memory import DevicePool, DeviceState
+from services.engine.gpu.weights import DeviceWeights
+from services.engine.model import Segment
+
+
+class DeviceModel:
+    """Captures its graphs at construction, which takes as long as compiling the kernels does."""
+
+    def __init__(
+        self,
+        weights: DeviceWeights,
+        pool: DevicePool,
+        slots: SharedSlots,
+        *,
+        sequences: int,
+        context_tokens: int,
+        placement: Placement | None = None,
+    ) -> None:
+        self.pool, self.config = pool, weights.config
+        self.decoders: list[Decoder] = []
+        scratch: list[DeviceState] = []
+        try:
+            for rows in range(1, min(sequences, MOST_ROWS) + 1):
+                state = DeviceState(weights.config, pool)
+                scratch.append(state)
+                state.reserve(1)
+                decoder = Decoder(weights, pool, slots, rows, context_tokens, placement or Placement())
+                self.decoders.append(decoder)
+                decoder.capture(scratch)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for state in scratch:
+                state.release()
+
+    def forward(self, segments: Sequence[Segment]) -> Tensor:
+        """As Model.forward. Raises OutOfPagesError before anything has changed, StepError when states are spoiled."""
+        logits = [torch.empty(0)] * len(segments)
+        for number, place, row in self._tokens(segments):
+            if place == len(segments[number].ids) - 1:
+                logits[number] = row.clone()
+        return torch.stack(logits)
+
+    def forward_all(self, segments: Sequence[Segment]) -> Tensor:
+        """As Model.forward_all: logits after every id, in the order of the segments."""
+        rows = sorted(((number, place), row.clone()) for number, place, row in self._tokens(segments))
+        return torch.stack([row for _, row in rows])
+
+    def times(self) -> list[Times]:
+        """Of each number of sequences."""
+        return [decoder.turns.times() for decoder in self.decoders]
+
+    @property
+    def late(self) -> int:
+        """How often a token had to go on after the host was late."""
+        return sum(decoder.late for decoder in self.decoders)
+
+    def close(self) -> None:
+        for decoder in self.decoders:
+            decoder.close()
+
+    def _tokens(self, segments: Sequence[Segment]) -> Iterator[tuple[int, int, Tensor]]:
+        """Feeds all ids -> (segment, place in it, logits, valid until the next is asked for)."""
+        states = [self._state(segment) for segment in segments]
+        assert len(set(map(id, states))) == len(states), "a sequence is in a call once"
+        assert not any(state.spoiled for state in states), "a spoiled or released state cannot go on"
+        self.pool.require(sum(state.pages_missing(len(s.ids)) for state, s in zip(states, segments, strict=True)))
+        for state, segment in zip(states, segments, strict=True):
+            state.reserve(len(segment.ids))
+        for place in range(max(len(segment.ids) for segment in segments)):
+            going = [number for number, segment in enumerate(segments) if place < len(segment.ids)]
+            for first in range(0, len(going), len(self.decoders)):
+                batch = going[first : first + len(self.decoders)]
+                rows = [Row(states[number], segments[number].ids[place]) for number in batch]
+                try:
+                    logits = self.decoders[len(batch) - 1].run(rows)
+                except HandoffError as error:
+                    for state in states:
+                        state.spoiled = True
+                    raise StepError(str(error)) from error
+                for row in rows:
+                    row.state.ids.append(row.id)
+                for number, values in zip(batch, logits, strict=True):
+                    yield number, place, values
+
+    def _state(self, segment: Segment) -> DeviceState:
+        assert isinstance(segment.state, DeviceState)
+        return segment.state
+
+
+def configurations() -> str:
+    """Of every kernel that a token goes through: a part of the arithmetic fingerprint."""
+    parts = [linear.FINGERPRINT, mamba.FINGERPRINT, norm.FINGERPRINT, router.FINGERPRINT, attention.FINGERPRINT]
+    return "; ".join([*parts, experts.FINGERPRINT])
