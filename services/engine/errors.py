@@ -6,6 +6,7 @@ EngineError
 ├── TraceError              a file of recorded routing is damaged, none of ours, or cannot be written
 ├── DiskError               a file could not be read or written: no space, no permission, an I/O error
 ├── MemoryPlanError         what is asked for does not fit into this machine's memory
+├── DeviceError             there is no GPU that this engine can use, or it has failed
 ├── OutOfPagesError         the KV pool has too few free pages; nothing was changed
 ├── PayloadError            a snapshot's bytes do not fit this model, or are damaged
 ├── RequestError            the client asked for something that cannot be done
@@ -56,6 +57,10 @@ class DiskError(EngineError):
 
 class MemoryPlanError(EngineError):
     code = "memory_plan"
+
+
+class DeviceError(EngineError):
+    code = "device"
 
 
 class OutOfPagesError(EngineError):

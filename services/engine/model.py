@@ -22,6 +22,7 @@ from kernels.router.cpu import choose
 from services.engine.experts.streamer import Experts
 from services.engine.experts.trace import Recorder
 from services.engine.model_config import ModelConfig
+from services.engine.pages import PagePool, pages_for
 from services.engine.state import State
 from services.engine.vision.ids import FIRST
 from services.engine.weights import DenseWeights
@@ -68,6 +69,10 @@ class Model:
             mixer.following = moe[mixer.index + 1 : mixer.index + 1 + LOOK_AHEAD]
         self.norm_f = dense.plain("norm_f.weight")
         self.lm_head = dense.linear("lm_head").dequantise()
+
+    def new_state(self, tokens: int) -> State:
+        """A fresh state with pages of its own for so many tokens: for measurements, which share no pool."""
+        return State(self.config, PagePool(self.config, pages_for(tokens)))
 
     def forward(self, segments: Sequence[Segment]) -> Tensor:
         """Feed each segment's ids to its state -> logits after the last of them, [len(segments), vocab].

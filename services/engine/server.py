@@ -40,6 +40,7 @@ STATUS: dict[type[EngineError], grpc.StatusCode] = {
     errors.TraceError: grpc.StatusCode.INTERNAL,
     errors.DiskError: grpc.StatusCode.INTERNAL,
     errors.MemoryPlanError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.DeviceError: grpc.StatusCode.UNAVAILABLE,
     errors.OutOfPagesError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.PayloadError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.RequestError: grpc.StatusCode.INVALID_ARGUMENT,

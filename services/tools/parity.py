@@ -7,18 +7,25 @@ own; ours where the reference can be run only once (`propose`, `Expected.given`)
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from services.engine.model import Model, Segment
-from services.engine.pages import PagePool, pages_for
+from services.engine.model import Segment
 from services.engine.state import State
 
 MEAN_KL_BAR = 0.003
 GREEDY_TOKENS = 64
 GREEDY_BAR = 63
+
+
+class Network(Protocol):
+    """The engine's model, on a CPU or a GPU."""
+
+    def new_state(self, tokens: int) -> State: ...
+    def forward(self, segments: list[Segment]) -> Tensor: ...
+    def forward_all(self, segments: list[Segment]) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -71,9 +78,9 @@ def ask_reference(reference: Any, ids: list[int]) -> Expected:
     return Expected(ids, out.logits[0], greedy[:-1], greedy, torch.stack(rows))
 
 
-def propose(model: Model, ids: list[int]) -> list[int]:
+def propose(model: Network, ids: list[int]) -> list[int]:
     """The engine's own greedy continuation, one id less than GREEDY_TOKENS."""
-    state = State(model.config, PagePool(model.config, pages_for(len(ids) + GREEDY_TOKENS)))
+    state = model.new_state(len(ids) + GREEDY_TOKENS)
     chosen = [int(model.forward([Segment(state, ids)])[0].argmax())]
     while len(chosen) < GREEDY_TOKENS - 1:
         chosen.append(int(model.forward([Segment(state, chosen[-1:])])[0].argmax()))
@@ -81,10 +88,9 @@ def propose(model: Model, ids: list[int]) -> list[int]:
     return chosen
 
 
-def compare(model: Model, expected: Expected) -> Parity:
+def compare(model: Network, expected: Expected) -> Parity:
     """Run the engine's model: the text at once, then one id a step, as when it decodes."""
-    pool = PagePool(model.config, pages_for(len(expected.ids) + GREEDY_TOKENS))
-    state = State(model.config, pool)
+    state = model.new_state(len(expected.ids) + GREEDY_TOKENS)
     logits = model.forward_all([Segment(state, expected.ids)])
     rows = [logits[-1]]
     for id_ in expected.continued:

@@ -16,6 +16,7 @@ import torch
 
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import open_experts
+from services.engine.gpu.open import Wanted, open_device
 from services.engine.model import Model
 from services.tools import controls, figures, oracle, oracle_layers
 from services.tools.parity import (
@@ -23,6 +24,7 @@ from services.tools.parity import (
     GREEDY_TOKENS,
     MEAN_KL_BAR,
     Expected,
+    Network,
     Parity,
     ask_reference,
     compare,
@@ -32,6 +34,7 @@ from services.tools.passages import PASSAGES
 
 QUICK = ("chat",)
 HEADING = f"{'passage':<9}{'tokens':>7}{'ppl':>11}{'ref ppl':>11}{'mean KL':>10}{'max KL':>10}{'top-1':>7}{'greedy':>8}"
+CONTEXT_TOKENS = 4096  # of the GPU engine: more than the longest passage
 KEPT = "verify.reference"  # in the store's folder while the reference runs layer by layer
 
 
@@ -44,6 +47,7 @@ class VerifyError(Exception):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, nargs="?", help="the checkpoint that the store was made of")
     parser.add_argument("store", type=Path, nargs="?", help="folder that thimble repack wrote")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the engine's model runs")
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
     parser.add_argument(
         "--by-layer",
@@ -75,42 +79,52 @@ def run(args: argparse.Namespace) -> int:
     by_layer = args.by_layer if args.by_layer is not None else _float32_bytes(args.checkpoint) > _available_bytes()
     found = {}
     print(HEADING, flush=True)
-    for name, parity in (measure_by_layer if by_layer else measure)(store, args.checkpoint, names):
+    for name, parity in (measure_by_layer if by_layer else measure)(store, args.checkpoint, names, args.device):
         print(line(name, parity), flush=True)
         found[name] = parity
     if args.record:
-        _record(args.record, store, found)
+        _record(args.record, store, found, args.device)
     passed = all(parity.passed for parity in found.values())
     bars = f"mean KL at most {MEAN_KL_BAR}, greedy at least {GREEDY_BAR} of {GREEDY_TOKENS}"
     print(f"{'passed' if passed else 'FAILED'}: {bars} on every passage")
     return 0 if passed else 1
 
 
-def measure(store: Store, checkpoint: Path, names: tuple[str, ...]) -> Iterator[tuple[str, Parity]]:
+def measure(store: Store, checkpoint: Path, names: tuple[str, ...], device: str) -> Iterator[tuple[str, Parity]]:
     """The figures of each passage, as they come. Raises OracleError."""
     reference, tokenizer = oracle.load(checkpoint), oracle.tokenizer(checkpoint)
-    with running(store) as model:
+    with running(store, device) as model:
         for name in names:
             yield name, compare(model, ask_reference(reference, tokenizer(PASSAGES[name])))
 
 
-def measure_by_layer(store: Store, checkpoint: Path, names: tuple[str, ...]) -> Iterator[tuple[str, Parity]]:
+def measure_by_layer(
+    store: Store, checkpoint: Path, names: tuple[str, ...], device: str
+) -> Iterator[tuple[str, Parity]]:
     """As `measure`, with the engine's model and the reference never in memory together, and the reference run once."""
     tokenizer = oracle.tokenizer(checkpoint)
     ids = {name: tokenizer(PASSAGES[name]) for name in names}
-    with running(store) as model:
+    with running(store, device) as model:
         continued = {name: propose(model, ids[name]) for name in names}
     texts = [ids[name] + continued[name] for name in names]
     logits = oracle_layers.logits(checkpoint, texts, store.folder / KEPT, lambda said: print(said, flush=True))
-    with running(store) as model:
+    with running(store, device) as model:
         for name, rows in zip(names, logits, strict=True):
             yield name, compare(model, Expected.given(ids[name], continued[name], rows))
 
 
 @contextmanager
-def running(store: Store) -> Iterator[Model]:
+def running(store: Store, device: str) -> Iterator[Network]:
     fitting = _available_bytes() // 2 // store.layout.block_bytes
-    experts = open_experts(store, slots=min(sum(map(len, store.blocks)), fitting))
+    slots = min(sum(map(len, store.blocks)), fitting)
+    if device == "cuda":
+        opened = open_device(store, Wanted(slots, sequences=1, context_tokens=CONTEXT_TOKENS))
+        try:
+            yield opened.model
+        finally:
+            opened.close()
+        return
+    experts = open_experts(store, slots=slots)
     try:
         yield Model(store.dense(), store.config, experts)
     finally:
@@ -125,10 +139,10 @@ def line(name: str, parity: Parity) -> str:
     )
 
 
-def _record(path: Path, store: Store, found: dict[str, Parity]) -> None:
+def _record(path: Path, store: Store, found: dict[str, Parity], device: str) -> None:
     worst_kl = max(found, key=lambda name: found[name].mean_kl)
     worst_greedy = min(found, key=lambda name: found[name].greedy)
-    note = f"{store.source.get('folder', 'model')} on cpu, worst of {len(found)} passages: "
+    note = f"{store.source.get('folder', 'model')} on {device}, worst of {len(found)} passages: "
     figures.append(path, "parity.demo_mean_kl", found[worst_kl].mean_kl, "nats", note + worst_kl)
     figures.append(path, "parity.demo_greedy64", found[worst_greedy].greedy, "of 64", note + worst_greedy)
 

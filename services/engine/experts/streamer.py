@@ -74,7 +74,10 @@ class Experts(Protocol):
 
 
 class HostExperts:
-    """Through the C++ library: readers fill slots with O_DIRECT, the worker pool computes where the bytes lie."""
+    """Through the C++ library: readers fill slots with O_DIRECT, the worker pool computes where the bytes lie.
+
+    `host` is for a GPU that shares the work.
+    """
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class HostExperts:
             tried = ", ".join(f"{depth}: {rate:.2f}" for depth, rate in rates.items())
             log.info("disk: %d reads in flight (GB/s by reads in flight: %s)", readers, tried)
         try:
-            self._host = Host(
+            self.host = Host(
                 blocks,
                 workers,
                 slots=slots,
@@ -114,8 +117,8 @@ class HostExperts:
         self._tell()
         self._warm = warm
         if warm is not None:
-            self._host.warm(warm.load())
-            warm.keep(self._host.resident)
+            self.host.warm(warm.load())
+            warm.keep(self.host.resident)
         self._trace = trace
         if trace is not None:
             trace.attach(
@@ -124,36 +127,36 @@ class HostExperts:
 
     def step(self, layer: int, ids: Tensor, weights: Tensor, x: Tensor) -> Tensor:
         try:
-            return self._host.step(layer, ids, weights, x)
+            return self.host.step(layer, ids, weights, x)
         except BlockError as error:
             raise StepError(str(error)) from error
 
     def prefetch(self, layer: int, ids: Tensor) -> None:
-        self._host.prefetch(layer, ids.numpy())
+        self.host.prefetch(layer, ids.numpy())
 
     @property
     def prefetching(self) -> bool:
-        return self._host.prefetching
+        return self.host.prefetching
 
     def counters(self) -> Counters:
         self._tell()
-        values = self._host.counters()
+        values = self.host.counters()
         waited, total = values.pop("disk_wait_ns") * 1e-9, values.pop("total_ns") * 1e-9
         return Counters(**values, disk_wait_s=waited, compute_s=total - waited)
 
     def check(self) -> None:
-        self._host.check()
+        self.host.check()
 
     def close(self) -> None:
         if self._trace is not None:
             self._trace.close()
         if self._warm is not None:
             self._warm.close()
-            self._warm.save(self._host.resident())
-        self._host.close()
+            self._warm.save(self.host.resident())
+        self.host.close()
 
     def _tell(self) -> None:
-        for notice in self._host.notices():
+        for notice in self.host.notices():
             log.warning(notice)
 
 

@@ -79,10 +79,20 @@ class Decoder:
         self.late = 0  # how often a token had to go on
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def capture(self, states: Sequence[DeviceState]) -> None:
-        """Compile every kernel and capture the graph, with tokens of fresh states that mean nothing afterwards."""
+    def compile(self, states: Sequence[DeviceState]) -> None:
+        """Launch every kernel once, on states that mean nothing afterwards. Nobody serves: the GPU gives up its wait.
+
+        Several decoders may compile at once, each in a thread: most of the time is the compiler's, outside Python's lock.
+        """
+        torch.cuda.set_device(self.token.x.device)
         self.token.inputs.fill(list(states))
-        self._finish(self.token.launch)  # compiles while the GPU waits, which it gives up once
+        self.token.launch()
+
+    def capture(self) -> None:
+        """After `compile`: run once for the memory that first runs take, then capture."""
+        torch.cuda.synchronize()
+        self.turns.retire()
+        self._finish(self.token.launch)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.token.launch()

@@ -5,6 +5,7 @@ other; a token's bits depend neither on how a prompt was cut nor on what else wa
 """
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -41,18 +42,28 @@ class DeviceModel:
         scratch: list[DeviceState] = []
         try:
             for rows in range(1, min(sequences, MOST_ROWS) + 1):
-                state = DeviceState(weights.config, pool)
-                scratch.append(state)
-                state.reserve(1)
-                decoder = Decoder(weights, pool, slots, rows, context_tokens, placement or Placement())
-                self.decoders.append(decoder)
-                decoder.capture(scratch)
+                scratch.append(self.new_state(1))
+                self.decoders.append(Decoder(weights, pool, slots, rows, context_tokens, placement or Placement()))
+            with ThreadPoolExecutor(len(self.decoders)) as threads:
+                list(threads.map(lambda decoder: decoder.compile(scratch[: decoder.rows]), self.decoders))
+            for decoder in self.decoders:
+                decoder.capture()
         except BaseException:
             self.close()
             raise
         finally:
             for state in scratch:
                 state.release()
+
+    def new_state(self, tokens: int) -> DeviceState:
+        """A fresh state with room for so many tokens. Raises OutOfPagesError."""
+        state = DeviceState(self.config, self.pool)
+        try:
+            state.reserve(tokens)
+        except BaseException:
+            state.release()
+            raise
+        return state
 
     def forward(self, segments: Sequence[Segment]) -> Tensor:
         """As Model.forward. Raises OutOfPagesError before anything has changed, StepError when states are spoiled."""

@@ -114,8 +114,8 @@ def usable_device() -> torch.device:
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) < (8, 0):
         raise DeviceError(
-            f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}; the kernels need 8.0 (RTX 30 series) "
-            "or later; set THIMBLE_ENGINE_DEVICE=cpu"
+            f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}; the kernels need 8.0 (RTX 30 "
+            "series) or later; set THIMBLE_ENGINE_DEVICE=cpu"
         )
     return torch.device("cuda", torch.cuda.current_device())
 
