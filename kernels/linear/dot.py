@@ -237,6 +237,28 @@ def _weights(
 
 
 @triton.jit
+def _halve(x):
+    """[T, N] -> [T, N/2], neighbours added."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    return even + odd
+
+
+@triton.jit
+def _sum_of_squares(squares, FORMAT: tl.constexpr):
+    """[T, N] -> [T], in an order that does not depend on T.
+
+    Triton's own sum goes by how the numbers lie in the threads, which it takes from the loads they come from. Where
+    those are next to each other that is the same for every T (see tests/kernels/test_gpu_compile.py); F32's are not.
+    """
+    if FORMAT == "F32":
+        for _ in tl.static_range(10):
+            if squares.shape[1] > 1:
+                squares = _halve(squares)
+        return tl.reshape(squares, [squares.shape[0]])
+    return tl.sum(squares, axis=1)
+
+
+@triton.jit
 def project(
     x,
     x_single,
@@ -296,6 +318,6 @@ def project(
             words, block_scales = next_words, next_scales
     y = tl.sum(total, axis=2) * factor
     if NORM:
-        mean = tl.sum(squares, axis=1) * (1.0 / K)
+        mean = _sum_of_squares(squares, FORMAT) * (1.0 / K)
         y = y * tl.div_rn(1.0, tl.sqrt_rn(mean + eps))[:, None]
     return y

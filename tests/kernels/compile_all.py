@@ -1,10 +1,11 @@
-"""Compiles every Triton kernel of the project, at full shape, for the cards it must run on; prints one JSON list.
+"""Compiles every Triton kernel of the project, at full shape, for the cards it must run on; prints JSON.
 
 Run by test_gpu_compile.py in a process of its own, since other tests use Triton's interpreter. Needs no GPU.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -12,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import compile_dense
 import triton
-from compile_dense import DENSE
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -97,8 +98,7 @@ def local_bytes(cubin: bytes) -> int:
     return int(fields["STACK"]) + int(fields["LOCAL"])
 
 
-def compile_kernel(kernel: Any, arguments: str, constants: dict[str, Any], warps: int, fuse: bool) -> list[list[Any]]:
-    """Name, bytes of shared memory and bytes of local memory, for each card. `fuse`: a product and a sum may be one."""
+def source_of(kernel: Any, arguments: str, constants: dict[str, Any]) -> ASTSource:
     signature = dict(pair.split(":") for pair in arguments.split())
     aligned = [
         parameter.num
@@ -106,7 +106,12 @@ def compile_kernel(kernel: Any, arguments: str, constants: dict[str, Any], warps
         if signature.get(parameter.name, "").startswith("*") and not parameter.do_not_specialize_on_alignment
     ]
     attributes = {(number,): [["tt.divisibility", 16]] for number in aligned}
-    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, attributes)
+    return ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, attributes)
+
+
+def compile_kernel(kernel: Any, arguments: str, constants: dict[str, Any], warps: int, fuse: bool) -> list[list[Any]]:
+    """Name, bytes of shared memory and bytes of local memory, for each card. `fuse`: a product and a sum may be one."""
+    source = source_of(kernel, arguments, constants)
     found = []
     for capability in TARGETS:
         options = {"num_warps": warps, "enable_fp_fusion": fuse}
@@ -117,13 +122,33 @@ def compile_kernel(kernel: Any, arguments: str, constants: dict[str, Any], warps
     return found
 
 
+def sum_layouts(form: str, tokens: int) -> list[str]:
+    """How the numbers of each of Triton's sums lie in the threads along the axis that is summed: its order."""
+    kernel, arguments, constants, warps = compile_dense.linear([(form, 512)], 1024, tokens, "store", True)
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    text = triton.compile(source_of(kernel, arguments, constants), GPUTarget("cuda", 120, 32), options).asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<(.*)>$", text, re.MULTILINE))
+    found = []
+    for axis, rest in re.findall(r'"tt\.reduce"\([^)]*\) <\{axis = (\d+)(.*?\}\) : \(tensor<[^)]*)\)', text, re.DOTALL):
+        layout = layouts[re.findall(r"#\w+", rest)[-1]]
+        numbers = re.findall(r"(sizePerThread|threadsPerWarp|warpsPerCTA) = \[([\d, ]+)\]", layout)
+        found.append(" ".join(f"{name} {values.split(', ')[int(axis)]}" for name, values in numbers))
+    return found
+
+
 def main() -> None:
-    work = [(*kernel, True) for kernel in KERNELS] + [(*kernel, False) for kernel in DENSE]
+    work = [(*kernel, True) for kernel in KERNELS] + [(*kernel, False) for kernel in compile_dense.DENSE]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # most of the time is the compiler's, outside Python's lock
         results = [
             found for futures in [pool.submit(compile_kernel, *each) for each in work] for found in futures.result()
         ]
-    json.dump(results, sys.stdout)
+        layouts = {
+            (form, tokens): pool.submit(sum_layouts, form, tokens)
+            for form in ("NVFP4", "FP8", "BF16", "F16", "F32")
+            for tokens in (1, 2, 4)
+        }
+    sums = [[form, tokens, future.result()] for (form, tokens), future in layouts.items()]
+    json.dump({"kernels": results, "sums": sums}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -25,11 +25,17 @@ def test_every_kernel_fits_every_card() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    results = json.loads(run.stdout)
+    printed = json.loads(run.stdout)
+    results = printed["kernels"]
     assert {name: shared for name, shared, _ in results if shared > MOST_SHARED_BYTES} == {}
     assert {name: local for name, _, local in results if local} == {}, "kernels that spill registers"
     compiled = {name.split()[0] for name, _, _ in results}
     assert compiled == kernel_names(), "compile_all.py must name every kernel"
+    orders: dict[str, set[str]] = {}
+    for form, _, layouts in printed["sums"]:
+        assert layouts, f"no sum was found in the code of {form}"
+        orders.setdefault(form, set()).add(str(layouts))
+    assert {form: found for form, found in orders.items() if len(found) > 1} == {}, "sums go by the number of tokens"
 
 
 def kernel_names() -> set[str]:
