@@ -95,10 +95,11 @@ def update_case(dense: Dense) -> Case:
     arrived = torch.zeros(TOKENS, SIZES.groups, dtype=torch.int32, device=dense.device)
 
     def launch(which: int, rows: slice, configuration: Tiling | None) -> None:
-        chosen = {} if configuration is None else {"part": configuration.tile, "warps": configuration.warps}
+        part = mamba.UPDATE_PART if configuration is None else configuration.tile
+        warps = mamba.UPDATE_WARPS if configuration is None else configuration.warps
         mamba.update(
             projected[rows], SIZES, a, d, dt_bias, states[which], slots[rows], norm_weight, EPS, y[rows], arrived[rows],
-            out[rows], **chosen,
+            out[rows], part=part, warps=warps,
         )  # fmt: skip
 
     def reset() -> None:
