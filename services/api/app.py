@@ -20,6 +20,7 @@ from services.api.logs import EXTRA
 from services.api.metrics import Metrics
 from services.api.middleware import REQUEST_ID, Guarded, Observed, error_response
 from services.api.model_folder import ModelFolder, load_model_folder
+from services.api.openapi import publish
 from services.api.records import RecordMemory
 from services.api.responses_memory import ResponseMemory
 from services.api.retries import Retries
@@ -64,6 +65,7 @@ def build_app(config: ApiConfig, redis_url: str) -> FastAPI:
     )
     for module in (routes, text_routes, anthropic_routes, responses_routes):
         app.include_router(module.router)
+    publish(app)
     app.state.ping_interval_s = config.ping_interval_s
 
     def told(error: Exception) -> ApiError:

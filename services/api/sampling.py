@@ -43,7 +43,9 @@ class Sampling(Body):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
     repetition_penalty: float | None = Field(default=None, gt=0, le=10, allow_inf_nan=False)
-    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_by_id), Field(max_length=MOST_BIASES)] = None
+    logit_bias: Annotated[
+        Annotated[dict[int, float], Field(max_length=MOST_BIASES)] | None, BeforeValidator(_by_id)
+    ] = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     stop: str | list[str] | None = None
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)

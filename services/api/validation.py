@@ -46,7 +46,8 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 def body_schema(kind: type[BaseModel]) -> dict[str, Any]:
     """For the published OpenAPI document: what an endpoint's body is."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
+    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def parse_json(raw: bytes) -> Any:
