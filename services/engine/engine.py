@@ -44,13 +44,15 @@ from services.engine.vision.sight import Ask, Missing, Room, Seen, Sight
 
 log = logging.getLogger(__name__)
 
+MOST_IDLE = 16  # requests under way or waiting
+
 Job = Callable[[Scheduler, Sequence], None]
 
 
 class Engine:
     """Takes requests in from construction until `close`. `ended` is done when the thread is, failed if it failed.
 
-    Everything below but `_inbox`, `_open` and `_stop_at`, which `_wake` guards, belongs to the thread.
+    Everything below but `_inbox`, `_pressing`, `_open` and `_stop_at`, which `_wake` guards, belongs to the thread.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class Engine:
         self._experts = experts
         self._wake = threading.Condition()
         self._inbox: deque[tuple[Job, Sequence]] = deque()
-        self._open = 0  # requests taken in and not over
+        self._open = {False: 0, True: 0}  # requests taken in and not over: ordinary and idle ones
+        self._pressing = False  # the inbox has something that idle work gives way to
+        scheduler.pressing = lambda: self._pressing
         self._stop_at: float | None = None  # time.monotonic(); nothing is taken in once this is set
         self._thread = threading.Thread(target=self._run, name="engine")
         self._thread.start()
@@ -88,7 +92,7 @@ class Engine:
         def counted(event: Event) -> None:
             if isinstance(event, Finish | Failed):
                 with self._wake:
-                    self._open -= 1
+                    self._open[request.idle] -= 1
             if pictures is not None and isinstance(event, Token | Finish | Failed):
                 pictures.release()  # the prompt was read
             sink(event)
@@ -96,12 +100,13 @@ class Engine:
         sequence = Sequence(_with_picture_ids(request), counted, matcher, pictures)
         with self._wake:
             try:
-                self._check_open()
+                self._check_open(request.idle)
             except EngineError:
                 if pictures is not None:
                     pictures.release()
                 raise
-            self._open += 1
+            self._open[request.idle] += 1
+            self._pressing |= not request.idle
             self._inbox.append((Scheduler.add, sequence))
             self._wake.notify()
         return Handle(self, sequence)
@@ -134,18 +139,19 @@ class Engine:
     def _hold(self, request: Request) -> Held | None:
         return self.sight.cache.hold(request.pictures) if request.pictures else None
 
-    def _check_open(self) -> None:
+    def _check_open(self, idle: bool) -> None:
         """Raise StoppingError or QueueFullError if no request can be taken in. `_wake` is held."""
         if self._stop_at is not None:
             raise StoppingError("the engine is stopping: ask again in a moment, or ask another one")
-        if self._open >= self.info.max_sequences + self.info.queue_limit:
+        if self._open[idle] >= (MOST_IDLE if idle else self.info.max_sequences + self.info.queue_limit):
             raise QueueFullError(
-                f"{self._open} requests are under way or waiting, the most this engine takes: ask again later"
+                f"{self._open[idle]} requests are under way or waiting, the most this engine takes: ask again later"
             )
 
     def post(self, job: Job, sequence: Sequence) -> None:
         """Have the thread run a job between two steps, if it still runs."""
         with self._wake:
+            self._pressing |= sequence.request.idle and not sequence.over
             self._inbox.append((job, sequence))
             self._wake.notify()
 
@@ -186,7 +192,7 @@ class Engine:
                 with scheduler.at_the_cost_of(sequence):
                     job(scheduler, sequence)
             if stop_at is not None:
-                for sequence in list(scheduler.waiting):
+                for sequence in [s for s in scheduler.sequences if s in scheduler.waiting or s.request.idle]:
                     scheduler.drop(sequence, StoppingError("the engine is stopping: ask another one"))
                 if self._is_due(stop_at):
                     return
@@ -205,6 +211,7 @@ class Engine:
                 self._wake.wait(None if self._stop_at is None else max(0.0, self._stop_at - time.monotonic()))
             jobs = list(self._inbox)
             self._inbox.clear()
+            self._pressing = False
             return jobs, self._stop_at
 
     def _is_due(self, stop_at: float | None) -> bool:

@@ -49,6 +49,7 @@ def request_of(start: pb.Start) -> Request:
         offers=tuple(StateRef(o.state_id, o.tokens, o.size_bytes, tuple(o.blocks)) for o in start.offers),
         heads_only=start.heads_only,
         snapshots_on_request=start.snapshots_on_request,
+        idle=start.idle,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         presence_penalty=sampling.presence_penalty,

@@ -52,6 +52,10 @@ class Metrics:
         self.hot_state_bytes = gauge("hot_state_bytes", "RAM taken by hot states")[()]
 
         self.prompt_tokens = counter("prompt_tokens", "prompt tokens that the model ran")
+        self.idle_tokens = counter(
+            "idle_tokens", "tokens read ahead of the next request, while there was nothing to do"
+        )
+        self.idle_put_off = counter("idle_put_off", "times that such reading gave way to a request")
         self.generation_tokens = counter("generation_tokens", "tokens sampled")
         self.cache_queries = counter("prefix_cache_queries", "prompt tokens of the requests that got a place")
         self.cache_hits = counter("prefix_cache_hits", "of them, tokens that came from a restored state")

@@ -7,7 +7,7 @@ Every layer is x = x + mixer(rms_norm(x)). A call takes any mixture of sequences
 bits do not depend on how its prompt was cut or on what else was in the call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +45,10 @@ LOOK_AHEAD = 2  # MoE layers for which experts are guessed before their own rout
 Span = tuple[State, slice]  # a sequence and its rows in this call
 
 
+class GaveWay(Exception):
+    """Something more important came while this was computed."""
+
+
 class Model:
     """All layers, their weights as float32."""
 
@@ -74,13 +78,14 @@ class Model:
         """A fresh state with pages of its own for so many tokens: for measurements, which share no pool."""
         return State(self.config, PagePool(self.config, pages_for(tokens)))
 
-    def forward(self, segments: Sequence[Segment]) -> Tensor:
+    def forward(self, segments: Sequence[Segment], give_way: Callable[[], bool] | None = None) -> Tensor:
         """Feed each segment's ids to its state -> logits after the last of them, [len(segments), vocab].
 
         Raises OutOfPagesError before anything has changed. Any later failure (a disk error) leaves the states
-        half-way between two tokens: they are marked `spoiled` and can only be released.
+        half-way between two tokens: they are marked `spoiled` and can only be released. So does GaveWay, which is
+        raised before the next layer once `give_way` says so.
         """
-        hidden = self._run(segments)
+        hidden = self._run(segments, give_way)
         last = torch.tensor([len(segment.ids) for segment in segments]).cumsum(0) - 1
         return self._logits(hidden[last])
 
@@ -89,7 +94,7 @@ class Model:
         return self._logits(self._run(segments))
 
     @torch.inference_mode()
-    def _run(self, segments: Sequence[Segment]) -> Tensor:
+    def _run(self, segments: Sequence[Segment], give_way: Callable[[], bool] | None = None) -> Tensor:
         states = [segment.state for segment in segments]
         assert states, "a call has segments"
         assert all(segment.ids for segment in segments), "a segment has ids"
@@ -99,7 +104,7 @@ class Model:
         for segment in segments:
             segment.state.reserve(len(segment.ids))
         try:
-            hidden = self._layers(segments)
+            hidden = self._layers(segments, give_way)
         except BaseException:
             for state in states:
                 state.spoiled = True
@@ -108,13 +113,15 @@ class Model:
             segment.state.ids.extend(segment.ids)
         return hidden
 
-    def _layers(self, segments: Sequence[Segment]) -> Tensor:
+    def _layers(self, segments: Sequence[Segment], give_way: Callable[[], bool] | None) -> Tensor:
         spans, start = [], 0
         for segment in segments:
             spans.append((segment.state, slice(start, start + len(segment.ids))))
             start += len(segment.ids)
         x = self._embedded(segments)
         for norm, mixer in zip(self.norms, self.mixers, strict=True):
+            if give_way is not None and give_way():
+                raise GaveWay
             x = x + mixer(rms_norm(x, norm, self.config.norm_eps), spans)
         return x
 

@@ -86,7 +86,8 @@ class Request:
 
     `snapshot_at` are prompt positions, `offers` states that the client knows of, longest first. With `heads_only` the
     snapshots are named to the client, and kept hot, but their payloads are not sent; with `snapshots_on_request` of
-    each only what the client then wants. `logprobs` None: not wanted, else of how many of the most probable ids,
+    each only what the client then wants. With `idle` nothing is sampled: the prompt is read for its snapshots, while
+    there is nothing else to do. `logprobs` None: not wanted, else of how many of the most probable ids,
     besides the sampled one.
     """
 
@@ -102,6 +103,7 @@ class Request:
     offers: tuple[StateRef, ...] = ()
     heads_only: bool = False
     snapshots_on_request: bool = False
+    idle: bool = False
     top_k: int = 0
     min_p: float = 0.0
     presence_penalty: float = 0.0
@@ -120,8 +122,9 @@ class Request:
         """Raise the RequestError that names the first thing wrong with this request."""
         if not self.ids:
             raise IdsError("ids is empty: a prompt has at least one token")
-        if self.max_tokens < 1:
-            raise SamplingError(f"max_tokens is {self.max_tokens}: ask for at least one token")
+        if self.max_tokens != 0 if self.idle else self.max_tokens < 1:
+            wanted = "an idle request samples none: give 0" if self.idle else "ask for at least one token"
+            raise SamplingError(f"max_tokens is {self.max_tokens}: {wanted}")
         if len(self.ids) + self.max_tokens > info.context_tokens:
             raise ContextError(
                 f"a prompt of {len(self.ids)} tokens and an answer of up to {self.max_tokens} do not fit the context "

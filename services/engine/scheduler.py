@@ -2,23 +2,25 @@
 
 A step is one token for every sequence that is answering, then one chunk of one prompt. Prompts get a place in the order
 they came in and then take turns; those of low priority wait until nothing else runs. A place comes with all the pages
-that its request can need, so nothing that runs ever waits for memory. Used by the engine's thread only; nothing here
+that its request can need, so nothing that runs ever waits for memory. Idle work begins when there is nothing else to
+do, and is put off when something comes. Used by the engine's thread only; nothing here
 waits for anything but the model.
 """
 
 import logging
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 from torch import Tensor
 
-from services.engine.errors import EngineError, StepError
+from services.engine.errors import CancelledError, EngineError, StepError
 from services.engine.metrics import Metrics
-from services.engine.model import Segment
+from services.engine.model import GaveWay, Segment
 from services.engine.pages import PagePool, pages_for
-from services.engine.request import Failed, Progress, Restore, Source
+from services.engine.request import Failed, Progress, Reason, Restore, Source
 from services.engine.sequence import Sequence
 from services.engine.snapshots.arriving import Arriving
 from services.engine.snapshots.hot import HotStates, Stored
@@ -31,11 +33,11 @@ log = logging.getLogger(__name__)
 class Network(Protocol):
     """What is asked of the model: services/engine/model.py."""
 
-    def forward(self, segments: list[Segment]) -> Tensor: ...
+    def forward(self, segments: list[Segment], give_way: Callable[[], bool] | None = None) -> Tensor: ...
 
 
 class Scheduler:
-    """A sequence is in one of the four lists from `add` until it is over."""
+    """A sequence is in one of the five lists from `add` until it is over."""
 
     def __init__(
         self, model: Network, pool: PagePool, hot: HotStates, metrics: Metrics, places: int, chunk_tokens: int
@@ -46,18 +48,30 @@ class Scheduler:
         self.restoring: list[Sequence] = []  # have a place, wait for their client's payload
         self.reading: deque[Sequence] = deque()  # whose turn it is comes first
         self.answering: list[Sequence] = []
+        self.idle: deque[Sequence] = deque()  # what to read when there is nothing else to do
+        self.pressing: Callable[[], bool] = lambda: False  # whether something has come that idle work gives way to
 
     @property
     def sequences(self) -> list[Sequence]:
-        return [*self.answering, *self.reading, *self.restoring, *self.waiting]
+        return [*self._placed, *self.waiting, *self.idle]
+
+    @property
+    def _placed(self) -> list[Sequence]:
+        return [*self.answering, *self.reading, *self.restoring]
 
     @property
     def runnable(self) -> bool:
         """Whether a step would do anything now."""
-        return bool(self.answering or self.reading or self._next_fits() is not None)
+        return bool(self.answering or self.reading or self._next_fits() is not None or self._next_idle() is not None)
 
     def step(self) -> None:
         """Give places, then a token for each answer, then a chunk of a prompt."""
+        if self.waiting:
+            self._put_off_idle()
+        if (idle := self._next_idle()) is not None:
+            self.idle.remove(idle)
+            with self.at_the_cost_of(idle):
+                self._place(idle)
         while (upcoming := self._next_fits()) is not None:
             self.waiting.remove(upcoming)
             with self.at_the_cost_of(upcoming):
@@ -82,7 +96,7 @@ class Scheduler:
                 self.drop(sequence, _as_engine_error(error))
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        (self.idle if sequence.request.idle else self.waiting).append(sequence)
 
     def stop(self, sequence: Sequence) -> None:
         """End the answer: at once if it has a token, else after the first one."""
@@ -149,6 +163,21 @@ class Scheduler:
             return None
         return upcoming if pages_for(upcoming.reserved_tokens) <= self.pool.free else None
 
+    def _next_idle(self) -> Sequence | None:
+        """What may be read now, when there is nothing else at all."""
+        return self.idle[0] if self.idle and not self.waiting and not self._placed else None
+
+    def _put_off_idle(self) -> None:
+        """One that waits for its client's payload keeps its place: it has asked, and will not ask again."""
+        for sequence in [sequence for sequence in self.reading if sequence.request.idle]:
+            self.reading.remove(sequence)
+            self._put_off(sequence)
+
+    def _put_off(self, sequence: Sequence) -> None:
+        self.metrics.idle_put_off.inc()
+        sequence.put_off()
+        self.idle.appendleft(sequence)
+
     def _next_reader(self) -> Sequence | None:
         """Whose turn to read it is. One of low priority would hold up those that answer: a chunk takes long."""
         if any(map(_urgent, self.reading)):
@@ -156,11 +185,19 @@ class Scheduler:
         return self.reading[0] if self.reading and not any(map(_urgent, self.answering)) else None
 
     def _place(self, sequence: Sequence) -> None:
-        request = sequence.request
+        request, again = sequence.request, bool(sequence.placed_at)
         sequence.place(self._fresh_state(sequence))
-        self.metrics.cache_queries.inc(len(request.ids))
+        if not request.idle:
+            self.metrics.cache_queries.inc(len(request.ids))
         ref = self.hot.choose(request.offers, request.ids)
-        if ref is None:
+        if again:
+            stored = None if ref is None else self.hot.get(ref)
+            if stored is not None:
+                self._load(sequence, stored)
+            elif not sequence.began_empty:
+                raise CancelledError("what this idle request began with is not held any more")
+            self.reading.append(sequence)
+        elif ref is None:
             self._start_reading(sequence, Restore(Source.NONE))
         elif (stored := self.hot.get(ref)) is not None:
             self._load(sequence, stored)
@@ -188,8 +225,9 @@ class Scheduler:
         sequence.cached_tokens = stored.ref.tokens
 
     def _start_reading(self, sequence: Sequence, restore: Restore) -> None:
-        self.metrics.restores[restore.source.name.lower(),].inc()
-        self.metrics.cache_hits.inc(sequence.cached_tokens)
+        if not sequence.request.idle:
+            self.metrics.restores[restore.source.name.lower(),].inc()
+            self.metrics.cache_hits.inc(sequence.cached_tokens)
         self.reading.append(sequence)
         sequence.sink(restore)
 
@@ -203,26 +241,35 @@ class Scheduler:
         state, prompt = sequence.state, sequence.request.ids
         assert state is not None
         ids = sequence.next_chunk(self.chunk_tokens)
-        logits = self._forward("prefill", [(sequence, ids)])
+        try:
+            logits = self._forward("prefill", [(sequence, ids)], self.pressing if sequence.request.idle else None)
+        except GaveWay:
+            return self._put_off(sequence)
         sequence.executed_tokens += len(ids)
-        self.metrics.prompt_tokens.inc(len(ids))
+        (self.metrics.idle_tokens if sequence.request.idle else self.metrics.prompt_tokens).inc(len(ids))
         sequence.sink(Progress(state.tokens, len(prompt)))
         if state.tokens in sequence.request.snapshot_at:
             self._store(sequence)
         if state.tokens < len(prompt):
             self.reading.append(sequence)  # behind the others: prompts take turns
+        elif sequence.request.idle:
+            sequence.first_token_at = time.perf_counter()
+            self._finish(sequence, Reason.LENGTH)
         else:
             self.answering.append(sequence)
             self._sample(sequence, logits[0])
+        return None
 
-    def _forward(self, phase: str, batch: list[tuple[Sequence, list[int]]]) -> Tensor:
+    def _forward(
+        self, phase: str, batch: list[tuple[Sequence, list[int]]], give_way: Callable[[], bool] | None = None
+    ) -> Tensor:
         segments = [
             Segment(sequence.state, ids, sequence.rows(len(ids)))
             for sequence, ids in batch
             if sequence.state is not None
         ]
         with self.metrics.forward(phase):
-            return self.model.forward(segments)
+            return self.model.forward(segments, give_way)
 
     def _sample(self, sequence: Sequence, logits: Tensor) -> None:
         state, before = sequence.state, sequence.last_token_at
@@ -239,13 +286,16 @@ class Scheduler:
 
     def _finish_if_ended(self, sequence: Sequence) -> None:
         reason = sequence.ended
-        if reason is None:
-            return
+        if reason is not None:
+            self._finish(sequence, reason)
+
+    def _finish(self, sequence: Sequence, reason: Reason) -> None:
         if sequence.request.snapshot_answer:
             self._store(sequence)
         self._leave(sequence)
         finish = sequence.finish(reason)
-        self.metrics.finished(finish)
+        if not sequence.request.idle:
+            self.metrics.finished(finish)
         sequence.sink(finish)
 
     def _store(self, sequence: Sequence) -> None:
@@ -259,7 +309,7 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         sequence.over = True
-        for places in (self.waiting, self.restoring, self.reading, self.answering):
+        for places in (self.waiting, self.restoring, self.reading, self.answering, self.idle):
             if sequence in places:
                 places.remove(sequence)
         sequence.release()

@@ -28,6 +28,7 @@ class Sequence:
         self.choosing = Choosing(request, matcher)
         self.state: State | None = None
         self.arriving: Arriving | None = None  # the payload that the client was asked for
+        self.began_empty = True  # the last time, if it was put off
         self.cached_tokens = 0
         self.executed_tokens = 0
         self.generated_tokens = 0
@@ -43,7 +44,7 @@ class Sequence:
     @property
     def reserved_tokens(self) -> int:
         """The most ids its state will consume: the last sampled one is not fed."""
-        return len(self.request.ids) + self.request.max_tokens - 1
+        return len(self.request.ids) + max(0, self.request.max_tokens - 1)
 
     def place(self, state: State) -> None:
         """Its turn has come: `state` is fresh and has all the pages that it can need."""
@@ -75,6 +76,12 @@ class Sequence:
         self.last_token_at = time.perf_counter()
         if self.generated_tokens == 1:
             self.first_token_at = self.last_token_at
+
+    def put_off(self) -> None:
+        """Idle work gives way: what was read is let go of, and read again another time."""
+        self.release()
+        self.began_empty = not self.cached_tokens
+        self.cached_tokens = self.executed_tokens = 0
 
     @property
     def ended(self) -> Reason | None:

@@ -20,7 +20,7 @@ from services.engine.engine import Engine, Handle
 from services.engine.experts.streamer import Counters
 from services.engine.grammar import Grammars
 from services.engine.metrics import Metrics
-from services.engine.model import Segment
+from services.engine.model import GaveWay, Segment
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PagePool
 from services.engine.request import Event, Failed, Finish, Info, Request, Token
@@ -131,9 +131,11 @@ class ToyModel:
         self.before: Callable[[list[Segment]], None] = lambda segments: None
         self.poison: int | None = None  # an id whose logits are NaN
 
-    def forward(self, segments: list[Segment]) -> Tensor:
+    def forward(self, segments: list[Segment], give_way: Callable[[], bool] | None = None) -> Tensor:
         self.calls.append([len(segment.ids) for segment in segments])
         self.before(segments)
+        if give_way is not None and give_way():
+            raise GaveWay
         rows = [self._feed(segment) for segment in segments]
         self.experts.ran(sum(len(segment.ids) for segment in segments))
         return torch.stack(rows)
