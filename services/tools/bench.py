@@ -12,6 +12,7 @@ BENCHMARKS = {
     ),
     "experts": ("services.tools.bench_experts", "a layer's routed experts on GPU and CPU, every placement in one run"),
     "sampling": ("services.tools.bench_sampling", "from logits to an id, beside the definition"),
+    "decode": ("services.tools.bench_decode", "whole tokens on GPU and CPU: the published method, ours, and the floor"),
     "dense": ("services.tools.bench_dense", "every dense kernel of a decoded token on the GPU, against its bytes"),
 }
 

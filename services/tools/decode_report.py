@@ -5,7 +5,7 @@ states and keys over the card's own memory; then the experts' bytes with process
 follow each other in every layer, so they add up.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -157,9 +157,9 @@ def table(results: Sequence[Result], floor: Floor) -> str:
 
 
 def figure_rows(
-    results: Sequence[Result], floor: Floor, peak_bytes: int | None, load_s: float, note: str
+    results: Sequence[Result], floor: Floor, peak_bytes: Mapping[int, int], load_s: float, note: str
 ) -> list[tuple[str, float, str, str]]:
-    """Name, value, unit and note of every figure. Ours with the most threads is the one that is compared."""
+    """Name, value, unit and note of every figure; `peak_bytes` of graphics memory by the number of sequences."""
     ours = [result for result in results if not result.published]
     single = [result for result in ours if result.rows == 1]
     most = max(single, key=lambda result: result.threads)
@@ -182,7 +182,8 @@ def figure_rows(
             for part in ("dense", "pcie", "cpu", "handoff", "disk", "rest"):
                 rows.append((f"decode.{kind}_{part}_ms", getattr(result.parts, f"{part}_ms"), "ms", told(result)))
             rows.append((f"decode.{kind}_rest_share", result.parts.rest_share, "ratio", told(result)))
-    if peak_bytes is not None:
-        rows.append(("decode.peak_vram_gb", peak_bytes / GIB, "GiB", f"{told(most)}, by the driver's free memory"))
+    for sequences, size in peak_bytes.items():
+        said = f"{note}, batch {sequences}, by the driver's free memory"
+        rows.append(("decode.peak_vram_gb", size / GIB, "GiB", said))
     rows.append(("decode.load_s", load_s, "s", f"{note}, dense weights to the card"))
     return rows
