@@ -26,7 +26,7 @@ struct ReplayOptions {
   double gap_ns, expert_ns, read_ns;
   int overlapped;  // experts in RAM are computed while others are read
   int prefetch;    // a Prefetching
-  int width;       // guesses of a token for a layer
+  int width;       // most hints for a layer that are not in RAM
   int in_flight;   // prefetches on their way at once
 };
 

@@ -67,7 +67,7 @@ class Clock:
     read_ns: float = 400e3
     overlapped: bool = True
     prefetch: str = "off"
-    width: int = 1 << 20  # guesses of a token for a layer; at most k
+    width: int = 1 << 20  # most hints for a layer that are not in RAM
     in_flight: int = 3
 
 
@@ -88,6 +88,15 @@ class Counts:
     decode_ns: int
     decode_waited_ns: int
     sweep_ns: int
+
+    @property
+    def hit_rate(self) -> float:
+        return self.decode_hits / self.decode_lookups
+
+    def hidden(self, clock: Clock) -> float:
+        """Share of the time of the missing blocks' reads, one after the other, that no step waited for."""
+        misses = self.decode_lookups - self.decode_hits
+        return 1 - self.decode_waited_ns / (misses * clock.read_ns) if misses else 1.0
 
 
 class _Trace(ctypes.Structure):
@@ -124,7 +133,7 @@ def replay(routing: Routing, policy: str, slots: Sequence[int], clock: Clock | N
     trace = _Trace(routing.layers, routing.experts, top_k, len(routing.layer), layer, first, ids, pointers)
     options = _Options(
         *(clock.gap_ns, clock.expert_ns, clock.read_ns, clock.overlapped),
-        *(PREFETCH.index(clock.prefetch), min(clock.width, top_k), clock.in_flight),
+        *(PREFETCH.index(clock.prefetch), clock.width, clock.in_flight),
     )
     sizes = np.minimum(slots, routing.layers * routing.experts).astype(np.int32)
     out = np.zeros((len(sizes), len(fields(Counts))), np.int64)

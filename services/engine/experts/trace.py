@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kernels.experts.host.replay import MOST_AHEAD, Routing
 from services.engine.errors import TraceError
+from services.engine.experts.store import Store
 
 MAGIC = b"THMTRACE"
 VERSION = 1
@@ -62,6 +63,22 @@ class Header:
     width: int
     block_bytes: int
     dense_bytes: int
+
+    @staticmethod
+    def of(store: Store, model: str) -> "Header":
+        config = store.config
+        return Header(
+            version=VERSION,
+            model=model,
+            model_fingerprint=store.fingerprint,
+            layers=len(config.moe_layers),
+            experts=config.experts,
+            top_k=config.experts_per_token,
+            latent=config.latent_size,
+            width=config.expert_width,
+            block_bytes=store.layout.block_bytes,
+            dense_bytes=store.dense_file.size_bytes,
+        )
 
 
 class Recorder:

@@ -74,14 +74,14 @@ def calibrated(random: Random, sizes: Sizes, tokens: int) -> list[Piece]:
     fixed, slow, fast = (
         normal(random, sizes.layers, sizes.experts),
         drift(random, sizes, 0.98),
-        drift(random, sizes, 0.35),
+        drift(random, sizes, 0.33),
     )
     return [Piece(spoken(fixed, slow, fast, sizes, tokens))]
 
 
 def spoken(fixed: Scores, slow: Iterator[Scores], fast: Iterator[Scores], sizes: Sizes, tokens: int) -> Ids:
     """[tokens, layers, k]. The three weights are what calibration.py's figures were met with."""
-    scores = (0.8 * fixed + 0.75 * next(slow) + 0.85 * next(fast) for _ in range(tokens))
+    scores = (0.8 * fixed + 0.75 * next(slow) + 0.9 * next(fast) for _ in range(tokens))
     return np.stack([top(score, sizes.top_k) for score in scores])
 
 
@@ -109,7 +109,7 @@ def markov(random: Random, sizes: Sizes, tokens: int) -> list[Piece]:
 def dialogs(random: Random, sizes: Sizes, tokens: int) -> list[Piece]:
     fixed, pieces, answered = normal(random, sizes.layers, sizes.experts), [], 0
     while answered < tokens:
-        slow, fast = drift(random, sizes, 0.99), drift(random, sizes, 0.35)  # another subject
+        slow, fast = drift(random, sizes, 0.99), drift(random, sizes, 0.33)  # another subject
         for _ in range(int(random.integers(1, 4))):
             prompt, answer = int(random.integers(100, 500)), min(int(random.integers(40, 160)), tokens - answered)
             if answer < 1:

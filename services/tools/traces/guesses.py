@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kernels.experts.host.replay import Ids
+from kernels.experts.host.replay import Ids, Routing
 
 GUESSED_RIGHT = 0.72  # published, one layer ahead
 TWO_AHEAD_RIGHT = 0.62  # not published: a layer further is worse
@@ -32,4 +32,31 @@ def guesses(truth: Ids, experts: int, random: np.random.Generator, right: float)
         fresh = ~taken[row, drawn]
         guessed[row[fresh], rank[fresh]] = drawn[fresh]
         taken[row[fresh], drawn[fresh]] = True
+    return guessed
+
+
+def truth_ahead(routing: Routing, ahead: int) -> Ids:
+    """What the router named `ahead` layers after each row, in the row's order; -1 beyond the last layer."""
+    truth = np.full_like(routing.ids, -1)
+    layer = np.repeat(routing.layer, routing.rows_of_step)
+    has = layer < routing.layers - ahead
+    truth[has] = routing.ids[layer >= ahead]  # whole calls, layer by layer: both sides are in the same order
+    return truth
+
+
+def right(routing: Routing, ahead: int) -> float:
+    """Share of the experts `ahead` layers on that were guessed."""
+    truth, guessed = truth_ahead(routing, ahead), routing.guesses[ahead - 1]
+    asked = truth[:, 0] >= 0
+    hit = (guessed[asked][:, :, None] == truth[asked][:, None, :]).any(axis=1)
+    return float(hit.mean())
+
+
+def worsen(routing: Routing, ahead: int, random: np.random.Generator, most: float) -> Ids:
+    """The recorded guesses, with right ones replaced by nothing at random if more than `most` of them are right."""
+    guessed, truth = routing.guesses[ahead - 1].copy(), truth_ahead(routing, ahead)
+    found = (guessed[:, :, None] == truth[:, None, :]).any(axis=2) & (guessed >= 0)
+    share = right(routing, ahead)
+    if share > most:
+        guessed[found & (random.random(guessed.shape) > most / share)] = -1
     return guessed
