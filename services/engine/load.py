@@ -17,7 +17,7 @@ from services.engine.config import EngineConfig
 from services.engine.experts.copies import copies, folders_of
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import Experts, open_experts
-from services.engine.experts.trace import VERSION, Header, Recorder
+from services.engine.experts.trace import Header, Recorder
 from services.engine.experts.warm import NAME, OFF, WarmSet
 from services.engine.fingerprint import arithmetic_fingerprint
 from services.engine.grammar import Grammars
@@ -65,7 +65,9 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         device="cpu",
         version=importlib.metadata.version("thimble"),
     )
-    trace = _recorder(config, store, info)
+    trace = None
+    if config.trace:
+        trace = Recorder(Path(config.trace), Header.of(store, info.model), int(config.trace_mb * 1e6))
     experts = open_experts(
         store,
         slots=plan.slots,
@@ -86,7 +88,10 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         metrics = Metrics(info, experts, registry)
         pool = PagePool(store.config, plan.pages)
         weights = store.vision()
-        sight = None if weights is None else Sight(weights, PictureCache(int(config.picture_cache_gb * GB)))
+        sight = None
+        if weights is not None:
+            kept = PictureCache(int(config.picture_cache_gb * GB))
+            sight = Sight(weights, kept, lambda result: metrics.pictures[result,].inc())
         scheduler = Scheduler(model, pool, hot, metrics, config.max_sequences, config.prefill_chunk_tokens)
     except BaseException:
         experts.close()
@@ -108,22 +113,3 @@ def _warm_set(config: EngineConfig, store: Store) -> WarmSet | None:
         return None
     folder = Path(config.warm_dir) if config.warm_dir else store.folder
     return WarmSet(folder / NAME, store.fingerprint, sum(map(len, store.blocks)))
-
-
-def _recorder(config: EngineConfig, store: Store, info: Info) -> Recorder | None:
-    if not config.trace:
-        return None
-    model = store.config
-    header = Header(
-        version=VERSION,
-        model=info.model,
-        model_fingerprint=info.model_fingerprint,
-        layers=len(model.moe_layers),
-        experts=model.experts,
-        top_k=model.experts_per_token,
-        latent=model.latent_size,
-        width=model.expert_width,
-        block_bytes=store.layout.block_bytes,
-        dense_bytes=store.dense_file.size_bytes,
-    )
-    return Recorder(Path(config.trace), header, int(config.trace_mb * 1e6))

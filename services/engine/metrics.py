@@ -90,6 +90,7 @@ class Metrics:
 
         sources = tuple(source.name.lower() for source in Source if source is not Source.SEND)
         self.restores = counters("snapshot_lookups", "where requests' first states came from", result=sources)
+        self.pictures = counters("pictures", "pictures asked for: held already, or read", result=("held", "read"))
         self.snapshots = counters("snapshots", "states wanted by requests", result=("taken", "held", "dropped"))
         self.snapshot_bytes = counters("snapshot_bytes", "payload bytes", dir=("taken", "received"))
 

@@ -92,10 +92,12 @@ class _Known:
 class Sight:
     """One for an engine whose model sees. Belongs to the server's loop, but for the cache."""
 
-    def __init__(self, weights: VisionWeights, cache: PictureCache, decoder: Decoder | None = None) -> None:
+    def __init__(self, weights: VisionWeights, cache: PictureCache, count: Callable[[str], None]) -> None:
+        """`count` hears of each picture whether it was "held" or had to be "read"."""
         self.weights = weights
         self.cache = cache
-        self._decoder = decoder or Decoder()
+        self._count = count
+        self._decoder = Decoder()
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._turn = asyncio.Semaphore(1)
         self._calls = 0
@@ -167,6 +169,7 @@ class Sight:
 
     async def _look(self, ask: Ask, known: _Known, grid: tuple[int, int], look: Look) -> Seen:
         entry = self.cache.find((known.pixels, grid))
+        self._count("read" if entry is None else "held")
         if entry is None:
             if ask.data is None:
                 raise QueueFullError("a picture's embeddings gave way to others' just now: ask again")
