@@ -4,7 +4,7 @@ Owns a decoder for every number of sequences up to MOST_ROWS. Every id takes the
 other; a token's bits depend neither on how a prompt was cut nor on what else was in the call. Used by one thread.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -21,7 +21,7 @@ from services.engine.errors import StepError
 from services.engine.gpu.decoder import MOST_ROWS, Decoder, Placement, Row
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.weights import DeviceWeights
-from services.engine.model import Segment
+from services.engine.model import GaveWay, Segment
 
 
 class DeviceModel:
@@ -65,10 +65,15 @@ class DeviceModel:
             raise
         return state
 
-    def forward(self, segments: Sequence[Segment]) -> Tensor:
-        """As Model.forward. Raises OutOfPagesError before anything has changed, StepError when states are spoiled."""
+    def forward(self, segments: Sequence[Segment], give_way: Callable[[], bool] | None = None) -> Tensor:
+        """As Model.forward; gives way between two tokens. Raises OutOfPagesError before anything has changed, StepError
+        when states are spoiled."""
         logits = [torch.empty(0)] * len(segments)
         for number, place, row in self._tokens(segments):
+            if give_way is not None and give_way():
+                for segment in segments:
+                    segment.state.spoiled = True
+                raise GaveWay
             if place == len(segments[number].ids) - 1:
                 logits[number] = row.clone()
         return torch.stack(logits)
