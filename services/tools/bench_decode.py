@@ -24,7 +24,7 @@ from kernels.experts.device.rates import ReadRates
 from kernels.experts.device.turns import SharedSlots
 from kernels.workers.pool import default_threads
 from services.engine.experts.store import Store
-from services.engine.gpu.ledger import MIB, Wanted, require, stored_layout
+from services.engine.gpu.ledger import MIB, MOST_SEQUENCES, Wanted, require, stored_layout
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.weights import DeviceWeights
 from services.engine.pages import pages_for
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokens", type=int, default=24, help="timed tokens of each method (default 24)")
     parser.add_argument("--resident", type=int, default=64, help="experts a layer in RAM, that occur (default 64)")
-    parser.add_argument("--batches", type=numbers, default=[1, 2, 3, 4], help="sequences a step (default 1,2,3,4)")
+    parser.add_argument("--batches", type=batches, default=[1, 2, 3, 4], help="sequences a step (default 1,2,3,4)")
     parser.add_argument("--context", type=int, default=2048, help="tokens of each sequence (default 2048)")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="format of keys and values")
     parser.add_argument("--variants", type=int, default=len(PUBLISHED), help="of the published method, to tune it")
@@ -65,15 +65,26 @@ def numbers(text: str) -> list[int]:
     return sorted({int(word) for word in words})
 
 
+def batches(text: str) -> list[int]:
+    """Numbers of sequences that a step can have."""
+    found = numbers(text)
+    if found[-1] > MOST_SEQUENCES:
+        raise argparse.ArgumentTypeError(f"{text!r}: a step has at most {MOST_SEQUENCES} sequences")
+    return found
+
+
 def run(args: argparse.Namespace) -> int:
     store = Store.open(args.store)
-    wanted = Wanted(max(args.batches), args.context, args.kv)
     if args.free_mib:
-        made = require(store.config, stored_layout(args.store), wanted, args.free_mib * MIB)
+        dense, budget_bytes = stored_layout(args.store), args.free_mib * MIB
+        copied = Wanted(1, args.context, args.kv, staging_blocks=store.config.experts_per_token)
+        require(store.config, dense, copied, budget_bytes)  # the published method
+        made = require(store.config, dense, Wanted(max(args.batches), args.context, args.kv), budget_bytes)
         print(f"{args.free_mib} MiB of graphics memory:\n{made}", flush=True)
     if not torch.cuda.is_available():
         print("bench decode needs a CUDA device; thimble plan forecasts without one", file=sys.stderr)
         return 2
+    torch.set_num_threads(1)  # as in the engine: torch's threads would spin on the workers' cores
     with ExitStack() as stack:
         ballast = stack.enter_context(Ballast(args.free_mib)) if args.free_mib else None
         bench = Bench(args, store, ballast)
@@ -205,8 +216,12 @@ class Bench:
         return rig
 
     def read_rates(self, slots: SharedSlots, threads: int) -> None:
-        """Also how many experts the GPU takes at first."""
-        reading = ReadRates(slots)
+        """Also how many experts the GPU takes at first. Without room to measure in, what was found before stands."""
+        try:
+            reading = ReadRates(slots)
+        except torch.cuda.OutOfMemoryError:
+            self.rates.first_share.setdefault(threads, self.rates.first_share[default_threads()])
+            return
         self.rates.link = reading.copy()
         both = reading.together()
         if threads == default_threads():

@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,11 @@ from kernels.sampling.gpu import Sampler
 from services.engine.errors import MemoryPlanError
 from services.engine.experts.store import Store
 from services.engine.gpu import ledger as ledgers
-from services.engine.gpu.ledger import CARD_MIB, DESKTOP_MIB, MIB, Wanted, ledger, longest_context, require
+from services.engine.gpu import open as opening
+from services.engine.gpu.ledger import CARD_MIB, DESKTOP_MIB, MIB, Kv, Wanted, ledger, longest_context, require
+from services.engine.gpu.memory import DevicePool
+from services.engine.gpu.token import Token
+from services.engine.gpu.weights import DeviceWeights
 from services.engine.pages import PAGE_TOKENS
 from services.tools.cli import main
 from services.tools.synthetic_shapes import SMALL, SUPER, dense_layout
@@ -42,6 +47,35 @@ def test_attentions_workspace_takes_what_the_ledger_says(tokens: int) -> None:
     assert ledgers.attention_bytes(SUPER, 3, tokens) == held_bytes(made)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_token_takes_what_the_ledger_says(rows: int) -> None:
+    """Every tensor of the real token on the device, at the real shape."""
+    tokens = 5000
+    weights, pool = SimpleNamespace(config=SUPER), SimpleNamespace(conv=torch.zeros(1))
+    turns = SimpleNamespace(guesses=22)
+    token = Token(weights, pool, SimpleNamespace(tokens=rows), turns, tokens)  # type: ignore[arg-type]
+    del token.host_logits, token.x  # the host's; the inputs' own
+    found = held_bytes(token) + token.inputs.x.nbytes + token.inputs.numbers.nbytes
+    tables = rows * (2 + math.ceil(tokens / PAGE_TOKENS)) * 4
+    assert found == rows * (ledgers.row_bytes(SUPER) + 4 * SUPER.vocab_size) + tables
+    assert ledgers.attention_bytes(SUPER, rows, tokens) == held_bytes(token.workspace)
+
+
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+def test_states_and_pages_take_what_the_ledger_says(kv: Kv) -> None:
+    pool = DevicePool(SMALL, CPU, places=3, pages=7, kv=kv)
+    lines = dict(ledger(SMALL, dense_layout(SMALL), Wanted(3, 500, kv, pages=7)).lines)
+    assert lines[f"KV, 7 pages of {PAGE_TOKENS} tokens in {kv}"] == pool.keys.nbytes + pool.values.nbytes
+    states = "states of 3 sequences, SSM and convolution in float32"
+    assert lines[states] == pool.conv.nbytes + pool.ssm.nbytes
+
+
+def test_weights_take_what_the_ledger_says(demo_store: Store) -> None:
+    """Against the loader's own count of what it sends, in every format."""
+    loaded = DeviceWeights.load(demo_store.dense(), demo_store.config, CPU)
+    assert ledgers.dense_bytes(demo_store.config, ledgers.stored_layout(demo_store.folder)) == loaded.size_bytes
+
+
 def test_sampling_takes_what_the_ledger_says() -> None:
     sampler, vocabulary = Sampler(2, 5000, CPU), 5000
     others = 4 * vocabulary + 4 * math.ceil(vocabulary / 32) + 4 * vocabulary  # logits, mask, counts
@@ -51,24 +85,6 @@ def test_sampling_takes_what_the_ledger_says() -> None:
 def test_a_token_of_context_takes_what_is_published() -> None:
     assert ledgers.page_bytes(SUPER, "bf16") == PAGE_TOKENS * 8192
     assert ledgers.page_bytes(SUPER, "fp8") == PAGE_TOKENS * 4096
-
-
-def test_dense_weights_of_a_store(demo_store: Store) -> None:
-    """Against the tensors: linears and gates as stored, others as float32, no embeddings."""
-    config, dense = demo_store.config, demo_store.dense()
-    linears = [dense.linear(name) for name in dense.formats]
-    expected = sum(
-        part.nbytes
-        for linear in linears
-        for part in (linear.weight, linear.weight_scale, linear.weight_scale_2, linear.input_scale)
-        if part is not None and part.numel() > 1
-    )
-    layout = ledgers.stored_layout(demo_store.folder)
-    for name, (dtype, shape) in layout.items():
-        linear = name.rpartition(".")[0] in dense.formats
-        if not linear and name != "embeddings.weight" and shape:
-            expected += math.prod(shape) * (2 if name.endswith("gate.weight") and dtype == "BF16" else 4)
-    assert ledgers.dense_bytes(config, layout) == expected
 
 
 def test_super_is_as_large_as_the_design_says() -> None:
@@ -97,10 +113,10 @@ def test_a_context_is_no_longer_than_the_models() -> None:
 @pytest.mark.parametrize(
     ("wanted", "budget_mib", "remedies"),
     [
-        (Wanted(4, 6000), CARD_MIB, ["FP8", "lower the context to 3712 tokens", "lower the sequences to 3"]),
+        (Wanted(4, 6000), CARD_MIB, ["FP8", "lower the context to 3648 tokens", "lower the sequences to 3"]),
         (Wanted(4, 8192), DESKTOP_MIB, ["lower the sequences to 1"]),
         (Wanted(1, 200_000), CARD_MIB, ["lower the context to 87808 tokens"]),
-        (Wanted(2, 200_000), DESKTOP_MIB, ["lower the sequences to 1 and the context to 22912 tokens, with keys"]),
+        (Wanted(2, 200_000), DESKTOP_MIB, ["lower the sequences to 1 and the context to 22848 tokens, with keys"]),
         (Wanted(3, 64), 7200, ["repack --dense fp8, which changes the weights, saves 320 MiB, enough for one"]),
         (Wanted(1, 64), 6144, ["nothing that can be set makes it fit"]),
     ],
@@ -115,12 +131,21 @@ def test_a_refusal_says_what_to_change(wanted: Wanted, budget_mib: int, remedies
     assert not missing, message
 
 
+def test_more_sequences_than_a_step_takes_have_a_state_but_no_graph() -> None:
+    four, nine = (dict(ledger(SUPER, DENSE, Wanted(sequences, 64)).lines) for sequences in (4, 9))
+    same = [name for name in four if "batch sizes" in name or name.startswith(("activations", "logits"))]
+    assert len(same) == 5
+    assert all(nine[name] == four[name] for name in same)
+    one = ledgers.state_bytes(SUPER)
+    assert nine["states of 9 sequences, SSM and convolution in float32"] == 9 * one
+
+
 def test_every_remedy_is_true() -> None:
     wanted, budget_bytes = Wanted(4, 6000), CARD_MIB * MIB
     told = ledgers.remedies(SUPER, DENSE, wanted, budget_bytes)
     changes: dict[str, dict[str, Any]] = {
         "keep keys": {"kv": "fp8"},
-        "lower the context": {"context_tokens": 3712},
+        "lower the context": {"context_tokens": 3648},
         "lower the sequences": {"sequences": 3},
     }
     for start, change in changes.items():
@@ -136,7 +161,7 @@ def test_fp8_is_no_remedy_where_nothing_is_left_to_round() -> None:
     ]
 
 
-@pytest.mark.parametrize("wrong", [{"sequences": 0}, {"sequences": 5}, {"context_tokens": 0}, {"kv": "int4"}])
+@pytest.mark.parametrize("wrong", [{"sequences": 0}, {"context_tokens": 0}, {"kv": "int4"}])
 def test_what_no_card_can_do_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(MemoryPlanError):
         Wanted(**wrong)
@@ -152,3 +177,12 @@ def test_the_command(capsys: pytest.CaptureFixture[str], demo_store: Store) -> N
     assert main(["ledger", str(demo_store.folder), "--vram-mib", "8151"]) == 0
     assert "8151 MiB, as given: fits" in capsys.readouterr().out
     assert SMALL.experts < SUPER.experts
+
+
+def test_the_engine_refuses_at_start_what_does_not_fit(demo_store: Store) -> None:
+    wanted = opening.Wanted(slots=64, sequences=2, context_tokens=1000, pages=20)
+    told = opening.check_memory(demo_store, wanted, free_bytes=400 * MIB)
+    assert "850 MiB free with our CUDA context" in told
+    assert "KV, 20 pages" in told
+    with pytest.raises(MemoryPlanError, match="does not fit into 452 MiB of graphics memory"):
+        opening.check_memory(demo_store, wanted, free_bytes=2 * MIB)

@@ -43,22 +43,25 @@ _TILE = 1024  # logits a program of kernels/sampling/gpu.py, with 16 steps of 16
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked for. `context_tokens` is each sequence's longest prompt and answer.
+    """What is asked for. `sequences` have a state on the card, of which MOST_SEQUENCES are in a step; `context_tokens`
+    is each one's longest prompt and answer.
 
-    `staging_blocks`: expert blocks copied to the card at once; `chunk_tokens`: prompt tokens of a piece that is read by
-    layers; `image_tokens`: that the ring of projected images holds. 0: not used.
+    `pages` of KV for all sequences, 0: enough for each. `staging_blocks`: expert blocks copied to the card at once;
+    `chunk_tokens`: prompt tokens of a piece that is read by layers; `image_tokens`: that the ring of projected images
+    holds. 0: not used.
     """
 
     sequences: int = 1
     context_tokens: int = 4096
     kv: Kv = "bf16"
+    pages: int = 0
     staging_blocks: int = 0
     chunk_tokens: int = 0
     image_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.sequences <= MOST_SEQUENCES:
-            raise MemoryPlanError(f"{self.sequences} sequences in a step: this engine takes 1 to {MOST_SEQUENCES}")
+        if self.sequences < 1:
+            raise MemoryPlanError(f"{self.sequences} sequences: give at least 1")
         if self.context_tokens < 1:
             raise MemoryPlanError(f"a context of {self.context_tokens} tokens: give at least 1")
         if self.kv not in get_args(Kv):
@@ -84,23 +87,23 @@ class Ledger:
 def ledger(config: ModelConfig, dense: Layout, wanted: Wanted) -> Ledger:
     """Every line, for a dense file of this layout (see `stored_layout`)."""
     sequences, tokens = wanted.sequences, wanted.context_tokens
-    batches = range(1, sequences + 1)  # a graph each
-    pages = sequences * pages_for(tokens)
+    batches = range(1, min(sequences, MOST_SEQUENCES) + 1)  # a graph each; more sequences take turns
+    pages = wanted.pages or sequences * pages_for(tokens)
     top_k, layout = config.experts_per_token, config.block
     lines = [
         ("dense weights in the checkpoint's formats, without embeddings", dense_bytes(config, dense)),
         ("CUDA context and kernels (stated, not computed)", CONTEXT_BYTES),
         (f"states of {sequences} sequences, SSM and convolution in float32", sequences * state_bytes(config)),
         (f"KV, {pages} pages of {PAGE_TOKENS} tokens in {wanted.kv}", pages * page_bytes(config, wanted.kv)),
-        ("page tables", sequences * pages_for(tokens) * 4),
-        ("attention workspace", attention_bytes(config, sequences, tokens)),
+        ("page tables", sum(batches) * (2 + pages_for(tokens)) * 4),
+        (f"attention workspaces for {len(batches)} batch sizes", attention_bytes(config, sum(batches), tokens)),
         (
-            f"expert steps for {sequences} batch sizes",
+            f"expert steps for {len(batches)} batch sizes",
             sum(step_bytes(layout, min(rows * top_k, MOST_ITEMS), rows, top_k) for rows in batches),
         ),
         ("activations", sum(rows * row_bytes(config) for rows in batches)),
         ("logits, masks and sampling", sum(rows * sampling_bytes(config.vocab_size) for rows in batches)),
-        (f"graphs of {sequences} batch sizes (stated)", sequences * GRAPH_BYTES),
+        (f"graphs of {len(batches)} batch sizes (stated)", len(batches) * GRAPH_BYTES),
         (f"staging, {wanted.staging_blocks} expert blocks", wanted.staging_blocks * layout.block_bytes),
         (f"prompt pieces of {wanted.chunk_tokens} tokens", wanted.chunk_tokens * row_bytes(config)),
         (f"images, {wanted.image_tokens} tokens", wanted.image_tokens * config.hidden_size * 2),
@@ -155,7 +158,10 @@ def longest_context(config: ModelConfig, dense: Layout, wanted: Wanted, budget_b
     """Tokens that each of `wanted`'s sequences can have: whole pages, at most the model's own; 0: not even a page."""
 
     def fits(pages: int) -> bool:
-        return ledger(config, dense, replace(wanted, context_tokens=pages * PAGE_TOKENS)).total_bytes <= budget_bytes
+        return (
+            ledger(config, dense, replace(wanted, context_tokens=pages * PAGE_TOKENS, pages=0)).total_bytes
+            <= budget_bytes
+        )
 
     low, high = 0, pages_for(config.context_tokens)
     while low < high:
@@ -238,11 +244,12 @@ def step_bytes(layout: BlockLayout, items: int, rows: int, top_k: int) -> int:
 
 
 def row_bytes(config: ModelConfig) -> int:
-    """Between the layers, of one token, all float32: residual, projections, router, latent, shared and attention."""
-    attention = 2 * config.attention_heads * config.head_dim + 2 * config.kv_heads * config.head_dim
-    moe = 2 * config.experts + 2 * config.latent_size + config.shared_width + 2 * config.experts_per_token
+    """Of one sequence in token.py's Token, all 4 bytes an element, without logits, page table and workspace."""
+    layers, top_k = len(config.moe_layers), config.experts_per_token
     mamba = config.in_proj_rows + 2 * config.mamba_inner + config.mamba_groups
-    return _F32 * (2 * config.hidden_size + attention + moe + mamba)
+    attention = 2 * config.attention_heads * config.head_dim
+    moe = 2 * config.experts + (layers + 1) * config.latent_size + (layers + 3) * top_k + config.shared_width
+    return _F32 * (config.hidden_size + mamba + attention + moe)
 
 
 def sampling_bytes(vocabulary: int) -> int:

@@ -17,6 +17,7 @@ from kernels.workers.pool import Workers, default_threads
 from services.engine.errors import DeviceError, MemoryPlanError
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import HostExperts
+from services.engine.gpu import ledger
 from services.engine.gpu.decoder import Placement
 from services.engine.gpu.memory import DevicePool, KvFormat
 from services.engine.gpu.model import DeviceModel
@@ -61,6 +62,7 @@ class Device:
 def open_device(store: Store, wanted: Wanted, say: Callable[[str], None] = lambda _: None) -> Device:
     """Raises DeviceError if there is no usable GPU, MemoryPlanError if memory of either kind cannot be had."""
     device = usable_device()
+    say(check_memory(store, wanted, torch.cuda.mem_get_info(device)[0]))
     threads = wanted.workers or default_threads()
     try:
         workers = Workers(threads, SPIN_US)
@@ -99,6 +101,14 @@ def open_device(store: Store, wanted: Wanted, say: Callable[[str], None] = lambd
             raise MemoryPlanError(str(error)) from error
         raise
     return Device(model, pool, experts, shared, torch.cuda.get_device_name(device), share)
+
+
+def check_memory(store: Store, wanted: Wanted, free_bytes: int) -> str:
+    """The ledger, for the log. Raises MemoryPlanError if it takes more than what is free beside our CUDA context."""
+    asked = ledger.Wanted(wanted.sequences, wanted.context_tokens, wanted.kv, wanted.pages)
+    budget_bytes = free_bytes + ledger.CONTEXT_BYTES
+    made = ledger.require(store.config, ledger.stored_layout(store.folder), asked, budget_bytes)
+    return f"graphics memory, {budget_bytes / ledger.MIB:.0f} MiB free with our CUDA context:\n{made}"
 
 
 def usable_device() -> torch.device:
