@@ -35,6 +35,7 @@ SUBCOMMANDS = {
     "record": Subcommand("services.tools.record", "traces of routing of a few dialogs with a store's model"),
     "simulate": Subcommand("services.tools.simulate", "a trace replayed with other sizes of RAM: hits, reads, speed"),
     "bench": Subcommand("services.tools.bench", "measure a part of the engine on this machine"),
+    "profile": Subcommand("services.tools.profile", "a token's timeline on the GPU: picture, Chrome trace, table"),
     "verify": Subcommand("services.tools.verify", "is a store's model that of its checkpoint? against transformers"),
     "perplexity": Subcommand("services.tools.perplexity", "how well a checkpoint predicts given texts"),
 }
