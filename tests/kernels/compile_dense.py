@@ -10,6 +10,7 @@ import kernels.router.gpu as router
 import kernels.sampling.gpu as sampling
 from kernels.attention import pages
 from kernels.linear.gpu import linear_kernel, tiling
+from kernels.mamba import chunk_scan
 
 SIZES = mamba.Sizes(heads=128, head_dim=64, state=128, groups=8)
 LINEAR = "x:*fp32 x_single:*fp32 norm_weight:*fp32 eps:fp32 tokens:i32 stop:*i32 " + " ".join(
@@ -102,6 +103,26 @@ DENSE = [
         {"ROWS": SIZES.rows, "HEADS": 128, "HEAD_DIM": 64, "STATE": 128, "GROUPS": 8, "PART": mamba.UPDATE_PART}
         | {"COLUMNS": 128, "GROUP_PADDED": 1024, "GUARDED": True},
         mamba.UPDATE_WARPS,
+    ),
+    (
+        chunk_scan.conv_kernel,
+        "x:*fp32 x_stride:i32 state:*fp32 weight:*fp32 bias:*fp32 out:*fp32 rows:i32",
+        {"CHANNELS": SIZES.channels, "TAPS": 4, "ROWS": chunk_scan.CONV_ROWS, "TILE": chunk_scan.CONV_CHANNELS},
+        chunk_scan.WARPS,
+    ),
+    (
+        chunk_scan.steps_kernel,
+        "dt:*fp32 dt_stride:i32 dt_bias:*fp32 a:*fp32 steps:*fp32 sums:*i64 rows:i32 offset:i32",
+        {"HEADS": 128, "CHUNK": chunk_scan.CHUNK},
+        chunk_scan.WARPS,
+    ),
+    (
+        chunk_scan.scan_kernel,
+        "x:*fp32 x_stride:i32 b:*fp32 b_stride:i32 c:*fp32 c_stride:i32 d:*fp32 steps:*fp32 sums:*i64 state:*fp32 "
+        "out:*fp32 rows:i32 offset:i32 chunks:i32",
+        {"HEADS": 128, "HEAD_DIM": 64, "STATE": 128, "GROUPS": 8, "PART": chunk_scan.PART}
+        | {"CHUNK": chunk_scan.CHUNK, "BLOCK": chunk_scan.BLOCK, "SLICE": chunk_scan.SLICE},
+        chunk_scan.WARPS,
     ),
     (
         router.choose_kernel,
