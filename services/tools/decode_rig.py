@@ -24,19 +24,15 @@ from services.tools.token_parts import Sums, sums
 
 SPIN_US = 2000  # workers stay awake between the layers of a token
 READERS = 8
-AT_ONCE = 16  # experts of a filling step
 
 
 def filled_host(store: Store, threads: int, resident: int) -> Host:
     """A host whose slots hold the first `resident` experts of every layer. The caller closes it."""
     layers, latent = len(store.blocks), store.layout.latent
     host = Host(catalog(store), Workers(threads, SPIN_US), slots=layers * resident, readers=READERS)
-    x = torch.ones(1, latent)
+    ids = torch.arange(resident, dtype=torch.int32).view(1, -1)
     for layer in range(layers):
-        host.prefetch(layer, range(resident))
-        for first in range(0, resident, AT_ONCE):
-            ids = torch.arange(first, min(first + AT_ONCE, resident), dtype=torch.int32).view(1, -1)
-            host.step(layer, ids, torch.ones(ids.shape), x)
+        host.step(layer, ids, torch.ones(ids.shape), torch.ones(1, latent))
     return host
 
 

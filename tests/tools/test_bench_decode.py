@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from services.engine.experts.store import Store
-from services.tools import bench_decode, synth
+from services.tools import bench_decode, replay, synth
 from services.tools.bench_decode import WARM, in_turns, numbers, warm
 from services.tools.cli import main
+from services.tools.decode_rig import filled_host
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,21 @@ def test_numbers() -> None:
     for wrong in ("", "0", "1,", "two", "-1"):
         with pytest.raises(Exception, match="comma separated"):
             numbers(wrong)
+
+
+def test_full_slots_hit(store: Store) -> None:
+    """Every expert that a trace names is in RAM; one that it does not name is not."""
+    host = filled_host(store, threads=1, resident=12)
+    trace = replay.make(store.config, 4, 1, 12, seed=1)
+    misses = host.counters()["misses"]
+    assert misses == 3 * 12
+    for token in range(4):
+        for layer in range(3):
+            host.step(layer, trace.ids[token, layer], torch.ones(1, 6), trace.x[token, layer])
+    assert host.counters()["misses"] == misses
+    host.step(0, torch.tensor([[12]], dtype=torch.int32), torch.ones(1, 1), trace.x[0, 0])
+    assert host.counters()["misses"] == misses + 1
+    host.close()
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_loaded(
