@@ -82,7 +82,7 @@ class Decoder:
     def compile(self, states: Sequence[DeviceState]) -> None:
         """Launch every kernel once, on states that mean nothing afterwards. Nobody serves: the GPU gives up its wait.
 
-        Several decoders may compile at once, each in a thread: most of the time is the compiler's, outside Python's lock.
+        Several decoders may compile at once, each in a thread: most of it is the compiler outside Python's lock.
         """
         torch.cuda.set_device(self.token.x.device)
         self.token.inputs.fill(list(states))
