@@ -58,7 +58,7 @@ class Workers:
 
 
 _pool = functools.cache(Workers)  # one for each number of threads, until the process ends: asleep it costs nothing
-_threads = 0
+_threads, _spin_us = 0, SPIN_US
 
 
 def default_threads() -> int:
@@ -67,13 +67,14 @@ def default_threads() -> int:
     return max(1, cores - 2)
 
 
-def use_threads(threads: int) -> Workers:
-    """From now on the process's shared pool has this many threads (0: the default). Returns it."""
-    global _threads
-    _threads = threads
+def use_threads(threads: int, spin_us: int = SPIN_US) -> Workers:
+    """From now on the process's shared pool has this many threads (0: the default), which stay awake for `spin_us`
+    after their work. Returns it."""
+    global _threads, _spin_us
+    _threads, _spin_us = threads, spin_us
     return default_workers()
 
 
 def default_workers() -> Workers:
     """The pool that everything in this process shares unless it is given another. Made at the first call."""
-    return _pool(_threads or default_threads())
+    return _pool(_threads or default_threads(), _spin_us)

@@ -12,6 +12,8 @@ from services.settings import SettingError, load, setting
 
 PREFIX = "THIMBLE_ENGINE_"
 PREFETCH = ("on", "off", "auto")
+DEVICES = ("auto", "cpu", "cuda")
+KV_FORMATS = ("bf16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,20 @@ class EngineConfig:
     prefetch: str = setting("auto", "", "experts that may be needed soon are read ahead: on, off, or auto: if it pays")
     workers: int = setting(0, "threads", "threads that compute experts; 0: cores minus two, at least one")
 
-    max_sequences: int = setting(4, "requests", "generated at once")
+    device: str = setting(
+        "auto", "", "what computes: cuda (one NVIDIA GPU and the CPU), cpu, or auto: cuda if there is one"
+    )
+    vram_mib: int = setting(0, "MiB", "graphics memory to use; 0: what is free at start")
+    kv_format: str = setting("bf16", "", "keys and values on a GPU: bf16, or fp8: twice the context, less exact")
+
+    max_sequences: int = setting(
+        0, "requests", "generated at once; 0: four, or as many as fit a GPU with long contexts"
+    )
     queue_limit: int = setting(16, "requests", "waiting beyond those under way; more are refused")
     context_tokens: int = setting(
         0, "tokens", "longest prompt + answer; 0: the model's own limit, at most what kv_gb holds"
     )
-    kv_gb: float = setting(1.0, "GB", "memory for the attention layers' keys and values, shared by all sequences")
+    kv_gb: float = setting(1.0, "GB", "RAM for the attention layers' keys and values, if the CPU computes")
     prefill_chunk_tokens: int = setting(64, "tokens", "prompt tokens read between two tokens of the other sequences")
     grammar_max_bytes: int = setting(262_144, "bytes", "largest schema or grammar that an answer may have to follow")
     grammar_timeout_s: float = setting(5.0, "s", "longest wait for a schema or grammar to be worked out")
@@ -64,8 +74,9 @@ class EngineConfig:
             value = getattr(self, name)
             if not low <= value <= high:  # also catches NaN
                 raise SettingError(f"{variable(name)}={value} is out of range: give a value from {low} to {high}")
-        if self.prefetch not in PREFETCH:
-            raise SettingError(f"{variable('prefetch')}={self.prefetch!r} is none of {', '.join(PREFETCH)}")
+        for name, words in (("prefetch", PREFETCH), ("device", DEVICES), ("kv_format", KV_FORMATS)):
+            if getattr(self, name) not in words:
+                raise SettingError(f"{variable(name)}={getattr(self, name)!r} is none of {', '.join(words)}")
         for name in ("host", "metrics_host"):
             if not getattr(self, name).strip():
                 raise SettingError(f"{variable(name)} is empty: give an address, 127.0.0.1 for this machine only")
@@ -86,7 +97,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     "readers": (0, 64),
     "trace_mb": (0.001, 1_000_000),
     "workers": (0, 512),
-    "max_sequences": (1, 256),
+    "vram_mib": (0, 10_000_000),
+    "max_sequences": (0, 256),
     "queue_limit": (0, 10_000),
     "context_tokens": (0, 10_000_000),
     "kv_gb": (0.001, 4096),

@@ -9,30 +9,40 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry
 
+from kernels.workers.pool import SPIN_US
 from services.engine.config import EngineConfig
+from services.engine.errors import DeviceError, UnsupportedError
 from services.engine.experts.copies import copies, folders_of
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import Experts, open_experts
 from services.engine.experts.trace import Header, Recorder
 from services.engine.experts.warm import NAME, OFF, WarmSet
 from services.engine.fingerprint import arithmetic_fingerprint
+from services.engine.gpu.memory import DeviceState
+from services.engine.gpu.model import arithmetic_path
+from services.engine.gpu.open import Sizes, open_device, usable_device
 from services.engine.grammar import Grammars
 from services.engine.metrics import Metrics
 from services.engine.model import Model
+from services.engine.model_config import ModelConfig
 from services.engine.pages import PagePool
 from services.engine.plan import GB, Machine, make_plan
 from services.engine.request import Info
-from services.engine.scheduler import Scheduler
+from services.engine.scheduler import Network, Scheduler
 from services.engine.snapshots.hot import HotStates
 from services.engine.snapshots.payload import PayloadFormat
+from services.engine.state import State
 from services.engine.vision.cache import PictureCache
 from services.engine.vision.sight import Sight
 
 SYNTHETIC = "synthetic"
+AWAKE_US = 2000  # workers do not fall asleep between the layers of a GPU's token
+DEVICE_CHUNK_TOKENS = 8  # a GPU reads a prompt token by token: a longer piece would hold up those that answer
 
 
 @dataclass(frozen=True)
@@ -50,19 +60,21 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
     """Raises StoreError or MemoryPlanError, if it can before anything large is read. `say` gets lines for the log."""
     begin = time.perf_counter()
     store = Store.open(config.store)
-    plan = make_plan(config, store, Machine.here())
+    on_gpu = _on_gpu(config)
+    plan = make_plan(config, store, Machine.here(), card_free_bytes=torch.cuda.mem_get_info()[0] if on_gpu else None)
     say(f"plan: {plan}")
     store.check_dense()
+    path = arithmetic_path(config.kv_format) if on_gpu else "cpu"
     info = Info(
         model=served_name(store, config.model_name),
         model_fingerprint=store.fingerprint,
-        arithmetic_fingerprint=arithmetic_fingerprint(store.fingerprint, path="cpu"),
+        arithmetic_fingerprint=arithmetic_fingerprint(store.fingerprint, path),
         vocab_size=store.config.vocab_size,
         context_tokens=plan.context_tokens,
-        max_sequences=config.max_sequences,
+        max_sequences=plan.sequences,
         queue_limit=config.queue_limit,
         vision=store.vision_file is not None,
-        device="cpu",
+        device=torch.cuda.get_device_name() if on_gpu else "cpu",
         version=importlib.metadata.version("thimble"),
     )
     trace = None
@@ -78,21 +90,33 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         warm=_warm_set(config, store),
         prefetch=config.prefetch,
         trace=trace,
+        spin_us=AWAKE_US if on_gpu else SPIN_US,
     )
     try:
-        model = Model(store.dense(), store.config, experts, trace)
+        network: Network
+        new_state: Callable[[ModelConfig, Any], State] = State
+        if plan.device is not None:
+            guesses = config.prefetch != "off" and plan.slots < plan.blocks
+            sizes = Sizes(plan.sequences, plan.context_tokens, plan.pages, plan.device.kv, guesses=guesses)
+            device = open_device(store, experts, sizes, say)
+            network, new_state = device.model, DeviceState
+            pool: PagePool = device.pool
+        else:
+            network = Model(store.dense(), store.config, experts, trace)
+            pool = PagePool(store.config, plan.pages)
         # What torch still computes is small, and its waiting threads would spin on the cores of the worker pool.
         torch.set_num_threads(1)
-        payloads = PayloadFormat(store.config, info.model_fingerprint, info.arithmetic_fingerprint)
+        kv_number_bytes = pool.keys.element_size()
+        payloads = PayloadFormat(store.config, info.model_fingerprint, info.arithmetic_fingerprint, kv_number_bytes)
         hot = HotStates(payloads, info.arithmetic_fingerprint, plan.hot_bytes, plan.transit_bytes)
         metrics = Metrics(info, experts, registry)
-        pool = PagePool(store.config, plan.pages)
         weights = store.vision()
         sight = None
         if weights is not None:
             kept = PictureCache(int(config.picture_cache_gb * GB))
             sight = Sight(weights, kept, lambda result: metrics.pictures[result,].inc())
-        scheduler = Scheduler(model, pool, hot, metrics, config.max_sequences, config.prefill_chunk_tokens)
+        chunk_tokens = min(config.prefill_chunk_tokens, DEVICE_CHUNK_TOKENS if on_gpu else config.prefill_chunk_tokens)
+        scheduler = Scheduler(network, pool, hot, metrics, plan.sequences, chunk_tokens, new_state)
     except BaseException:
         experts.close()
         raise
@@ -100,6 +124,21 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
     tokenizer_file = store.folder / "tokenizer.json"
     grammars = Grammars(tokenizer_file, info.vocab_size, config.grammar_max_bytes, config.grammar_timeout_s)
     return Parts(info, scheduler, experts, grammars, sight)
+
+
+def _on_gpu(config: EngineConfig) -> bool:
+    """Raises DeviceError if a GPU is asked for and there is none, UnsupportedError for what only the CPU does."""
+    if config.device == "cpu":
+        return False
+    try:
+        usable_device()
+    except DeviceError:
+        if config.device == "cuda":
+            raise
+        return False
+    if config.trace:
+        raise UnsupportedError("routing is recorded on the CPU only: set THIMBLE_ENGINE_DEVICE=cpu, or no trace")
+    return True
 
 
 def served_name(store: Store, chosen: str = "") -> str:

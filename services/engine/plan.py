@@ -11,6 +11,7 @@ from pathlib import Path
 from services.engine.config import EngineConfig, variable
 from services.engine.errors import MemoryPlanError
 from services.engine.experts.store import Store
+from services.engine.gpu.plan import DevicePlan, plan_device
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PAGE_TOKENS, page_bytes, pages_for
 from services.engine.state import state_bytes
@@ -19,6 +20,7 @@ from services.engine.weights import dense_tensors
 
 GB = 1_000_000_000
 MIB = 1 << 20
+SEQUENCES = 4  # on a CPU
 MEMINFO = Path("/proc/meminfo")
 OSRELEASE = Path("/proc/sys/kernel/osrelease")
 CGROUP = Path("/sys/fs/cgroup")
@@ -52,6 +54,7 @@ class Plan:
 
     workers: int
     readers: int
+    sequences: int
     context_tokens: int
     slots: int
     blocks: int
@@ -60,6 +63,7 @@ class Plan:
     transit_bytes: int
     ledger: tuple[tuple[str, int], ...]  # what takes how many bytes of RAM
     available_bytes: int
+    device: DevicePlan | None  # what runs on a card, if it does
 
     @property
     def rows(self) -> list[tuple[str, int]]:
@@ -69,20 +73,29 @@ class Plan:
     def __str__(self) -> str:
         readers = f"{self.readers} readers" if self.readers else "as many readers as measure best"
         head = f"{self.workers} workers, {readers}, context of {self.context_tokens} tokens; RAM:"
-        return "\n".join([head, *(f"  {size / GB:9.3f} GB  {name}" for name, size in self.rows)])
+        lines = [head, *(f"  {size / GB:9.3f} GB  {name}" for name, size in self.rows)]
+        return "\n".join([*lines, *([str(self.device)] if self.device else [])])
 
 
-def make_plan(config: EngineConfig, store: Store, machine: Machine) -> Plan:
-    """Raises MemoryPlanError, which says what to change, if the settings do not fit the model or the machine."""
+def make_plan(config: EngineConfig, store: Store, machine: Machine, card_free_bytes: int | None = None) -> Plan:
+    """`card_free_bytes`: of the GPU that computes, if one does. Raises MemoryPlanError, which says what to change, if
+    the settings do not fit the model or the machine."""
     model = store.config
-    context_tokens, pages = _context_and_pages(config, model)
+    device = None if card_free_bytes is None else plan_device(config, store, card_free_bytes)
+    sequences = device.sequences if device else config.max_sequences or SEQUENCES
+    context_tokens, pages = (
+        (device.context_tokens, device.pages) if device else _context_and_pages(config, model, sequences)
+    )
     hot_bytes = int(config.hot_states_gb * GB)
     # Enough that an answer's snapshots reach their store whatever is kept: two states and half of all keys and values.
     transit_bytes = max(hot_bytes, 2 * (state_bytes(model) + MIB) + pages * page_bytes(model) // 2)
-    rest = (
+    on_the_cpu = (
         ("dense weights, float32", dense_bytes(model)),
         (f"KV, {pages} pages of {PAGE_TOKENS} tokens", pages * page_bytes(model)),
-        (f"states of {config.max_sequences} sequences", config.max_sequences * state_bytes(model)),
+        (f"states of {sequences} sequences", sequences * state_bytes(model)),
+    )
+    rest = (
+        *(() if device else on_the_cpu),
         ("hot states and snapshots on their way, at most", transit_bytes),
         *_pictures(config, store),
     )
@@ -92,6 +105,7 @@ def make_plan(config: EngineConfig, store: Store, machine: Machine) -> Plan:
     plan = Plan(
         workers=config.workers or max(1, machine.cores - 2),
         readers=config.readers,
+        sequences=sequences,
         context_tokens=context_tokens,
         slots=slots,
         blocks=blocks,
@@ -100,6 +114,7 @@ def make_plan(config: EngineConfig, store: Store, machine: Machine) -> Plan:
         transit_bytes=transit_bytes,
         ledger=(experts, *rest),
         available_bytes=machine.available_bytes,
+        device=device,
     )
     if experts[1] > room_bytes:
         names = ", ".join(variable(name) for name in ("expert_cache_gb", "kv_gb", "hot_states_gb", "max_sequences"))
@@ -121,7 +136,7 @@ def dense_bytes(model: ModelConfig) -> int:
     return 4 * sum(math.prod(shape) for part in (expected.linears, expected.plain) for shape in part.values())
 
 
-def _context_and_pages(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:
+def _context_and_pages(config: EngineConfig, model: ModelConfig, sequences: int) -> tuple[int, int]:
     """Prompt and answer of one request must fit the pages; more pages than all sequences can use are not taken."""
     pages = int(config.kv_gb * GB / max(1, page_bytes(model)))
     held_tokens = pages * PAGE_TOKENS
@@ -132,7 +147,7 @@ def _context_and_pages(config: EngineConfig, model: ModelConfig) -> tuple[int, i
             f"needs {needed_gb:.3f}: raise it or lower {variable('context_tokens')}"
         )
     context_tokens = config.context_tokens or min(model.context_tokens, held_tokens)
-    return context_tokens, min(pages, config.max_sequences * pages_for(context_tokens))
+    return context_tokens, min(pages, sequences * pages_for(context_tokens))
 
 
 def _slots(config: EngineConfig, store: Store, room_bytes: int, pinned_bytes: int | None) -> int:

@@ -12,13 +12,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from services.engine.errors import CancelledError, EngineError, StepError
 from services.engine.metrics import Metrics
 from services.engine.model import GaveWay, Segment
+from services.engine.model_config import ModelConfig
 from services.engine.pages import PagePool, pages_for
 from services.engine.request import Failed, Progress, Reason, Restore, Source
 from services.engine.sequence import Sequence
@@ -40,10 +41,17 @@ class Scheduler:
     """A sequence is in one of the five lists from `add` until it is over."""
 
     def __init__(
-        self, model: Network, pool: PagePool, hot: HotStates, metrics: Metrics, places: int, chunk_tokens: int
+        self,
+        model: Network,
+        pool: PagePool,
+        hot: HotStates,
+        metrics: Metrics,
+        places: int,
+        chunk_tokens: int,
+        new_state: Callable[[ModelConfig, Any], State] = State,
     ) -> None:
         self.model, self.pool, self.hot, self.metrics = model, pool, hot, metrics
-        self.places, self.chunk_tokens = places, chunk_tokens
+        self.places, self.chunk_tokens, self.new_state = places, chunk_tokens, new_state
         self.waiting: deque[Sequence] = deque()
         self.restoring: list[Sequence] = []  # have a place, wait for their client's payload
         self.reading: deque[Sequence] = deque()  # whose turn it is comes first
@@ -209,8 +217,12 @@ class Scheduler:
             sequence.sink(Restore(Source.SEND, ref, need=arriving.need))
 
     def _fresh_state(self, sequence: Sequence) -> State:
-        state = State(self.hot.payloads.config, self.pool)
-        state.reserve(sequence.reserved_tokens)
+        state = self.new_state(self.hot.payloads.config, self.pool)
+        try:
+            state.reserve(sequence.reserved_tokens)
+        except BaseException:
+            state.release()
+            raise
         return state
 
     def _load(self, sequence: Sequence, stored: Stored) -> None:

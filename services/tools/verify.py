@@ -16,8 +16,9 @@ import torch
 
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import open_experts
-from services.engine.gpu.open import Wanted, open_device
+from services.engine.gpu.open import Sizes, open_device
 from services.engine.model import Model
+from services.engine.pages import pages_for
 from services.tools import controls, figures, oracle, oracle_layers
 from services.tools.parity import (
     GREEDY_BAR,
@@ -117,16 +118,13 @@ def measure_by_layer(
 def running(store: Store, device: str) -> Iterator[Network]:
     fitting = _available_bytes() // 2 // store.layout.block_bytes
     slots = min(sum(map(len, store.blocks)), fitting)
-    if device == "cuda":
-        opened = open_device(store, Wanted(slots, sequences=1, context_tokens=CONTEXT_TOKENS))
-        try:
-            yield opened.model
-        finally:
-            opened.close()
-        return
     experts = open_experts(store, slots=slots)
     try:
-        yield Model(store.dense(), store.config, experts)
+        if device == "cuda":
+            pages = pages_for(CONTEXT_TOKENS)
+            yield open_device(store, experts, Sizes(sequences=1, context_tokens=CONTEXT_TOKENS, pages=pages)).model
+        else:
+            yield Model(store.dense(), store.config, experts)
     finally:
         experts.close()
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import open_experts
-from services.engine.gpu.open import Device, Wanted, open_device
+from services.engine.gpu.open import Device, Sizes, open_device
+from services.engine.load import AWAKE_US
 from services.engine.model import Model, Segment
 from services.engine.snapshots.payload import PayloadFormat
 from services.engine.state import State
@@ -18,16 +19,18 @@ from services.tools.parity import divergence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-WANTED = Wanted(slots=448, sequences=4, context_tokens=512, workers=4)
+SIZES = Sizes(sequences=4, context_tokens=512, pages=32)
 PROMPTS = [[1, 17, 300, 4, 9, 77, 512, 33], [2, 5, 8], [90, 91, 92, 93, 94, 95], [1000]]
 
 
 @contextmanager
-def opened(store: Store, wanted: Wanted = WANTED) -> Iterator[Device]:
-    device = open_device(store, wanted)
-    yield device
-    device.experts.check()
-    device.close()
+def opened(store: Store, *, slots: int = 448, readers: int = 4, workers: int = 4, **sizes: int) -> Iterator[Device]:
+    experts = open_experts(store, slots=slots, readers=readers, workers=workers, spin_us=AWAKE_US)
+    try:
+        yield open_device(store, experts, replace(SIZES, **sizes))
+        experts.check()
+    finally:
+        experts.close()
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +92,7 @@ def test_bits_do_not_depend_on_batch_mates_or_the_cut_of_a_prompt(device: Device
 )
 def test_placement_does_not_change_a_bit(device: Device, demo_store: Store, change: dict[str, int]) -> None:
     expected = answer(device, PROMPTS[0])
-    with opened(demo_store, replace(WANTED, **change)) as other:
+    with opened(demo_store, **change) as other:
         assert torch.equal(answer(other, PROMPTS[0]), expected)
 
 

@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,12 +13,14 @@ from kernels.attention.gpu import Workspace
 from kernels.block import BlockLayout
 from kernels.experts.decode_step import ExpertStep
 from kernels.sampling.gpu import Sampler
+from services.engine.config import EngineConfig
 from services.engine.errors import MemoryPlanError
 from services.engine.experts.store import Store
 from services.engine.gpu import ledger as ledgers
-from services.engine.gpu import open as opening
+from services.engine.gpu import plan as planning
 from services.engine.gpu.ledger import CARD_MIB, DESKTOP_MIB, MIB, Kv, Wanted, ledger, longest_context, require
 from services.engine.gpu.memory import DevicePool
+from services.engine.gpu.plan import plan_device
 from services.engine.gpu.token import Token
 from services.engine.gpu.weights import DeviceWeights
 from services.engine.pages import PAGE_TOKENS
@@ -180,9 +182,22 @@ def test_the_command(capsys: pytest.CaptureFixture[str], demo_store: Store) -> N
 
 
 def test_the_engine_refuses_at_start_what_does_not_fit(demo_store: Store) -> None:
-    wanted = opening.Wanted(slots=64, sequences=2, context_tokens=1000, pages=20)
-    told = opening.check_memory(demo_store, wanted, free_bytes=400 * MIB)
-    assert "850 MiB free with our CUDA context" in told
-    assert "KV, 20 pages" in told
+    config = EngineConfig(store=demo_store.folder, max_sequences=2, context_tokens=1000)
+    told = str(plan_device(config, demo_store, free_bytes=400 * MIB))
+    assert "850.0 MiB  can be had" in told
+    assert "KV, 32 pages" in told
     with pytest.raises(MemoryPlanError, match="does not fit into 452 MiB of graphics memory"):
-        opening.check_memory(demo_store, wanted, free_bytes=2 * MIB)
+        plan_device(config, demo_store, free_bytes=2 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("card_mib", "sequences", "tokens"), [(8151, 2, 32_000), (7550, 1, 11_520), (16_000, 4, 131_072)]
+)
+def test_what_is_automatic_fits_the_card(
+    card_mib: int, sequences: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "stored_layout", lambda _: DENSE)
+    store = cast(Store, SimpleNamespace(config=SUPER, folder=None))
+    plan = plan_device(EngineConfig(), store, free_bytes=card_mib * MIB - ledgers.CONTEXT_BYTES)
+    assert (plan.sequences, plan.context_tokens) == (sequences, tokens)
+    assert plan.ledger.total_bytes <= card_mib * MIB

@@ -150,7 +150,7 @@ def test_a_missing_file_and_too_little_memory(
 def test_without_a_compiler_it_is_python_and_says_so(
     demo_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def missing(threads: int) -> None:
+    def missing(threads: int, spin_us: int) -> None:
         raise BuildError("no C++ compiler found: install one")
 
     monkeypatch.setattr(streamer, "use_threads", missing)

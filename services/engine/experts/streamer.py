@@ -5,6 +5,7 @@
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from kernels.experts import reference
 from kernels.experts.host.binding import BlockError, Catalog, Copy, Host, HostError, open_drives, read_rate
 from kernels.experts.host.drives import choose_depth
 from kernels.experts.host.replay import SHIPPED
-from kernels.workers.pool import Workers, use_threads
+from kernels.workers.pool import SPIN_US, Workers, use_threads
 from services.engine.errors import DiskError, MemoryPlanError, StepError, StoreError
 from services.engine.experts.store import Store
 from services.engine.experts.trace import Recorder
@@ -76,7 +77,7 @@ class Experts(Protocol):
 class HostExperts:
     """Through the C++ library: readers fill slots with O_DIRECT, the worker pool computes where the bytes lie.
 
-    `host` is for a GPU that shares the work.
+    `host` is for a GPU that shares the work; `closing` is called before it is closed.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class HostExperts:
             tried = ", ".join(f"{depth}: {rate:.2f}" for depth, rate in rates.items())
             log.info("disk: %d reads in flight (GB/s by reads in flight: %s)", readers, tried)
         try:
+            self.closing: list[Callable[[], None]] = []
             self.host = Host(
                 blocks,
                 workers,
@@ -148,6 +150,8 @@ class HostExperts:
         self.host.check()
 
     def close(self) -> None:
+        while self.closing:
+            self.closing.pop()()
         if self._trace is not None:
             self._trace.close()
         if self._warm is not None:
@@ -235,16 +239,17 @@ def open_experts(
     warm: WarmSet | None = None,
     prefetch: str = "auto",
     trace: Recorder | None = None,
+    spin_us: int = SPIN_US,
 ) -> Experts:
     """The fastest way that this machine has. `slots` blocks in RAM (more than there are: all), `readers` threads on the
-    disk (0: as many as measure best), `workers` threads of the process's shared pool (0: cores less two), `copies` of
-    blocks on other disks, `warm` what was in RAM before, `prefetch` on, off or auto: as long as it pays. `trace` is
-    closed with the experts. Same bits whatever is given.
+    disk (0: as many as measure best), `workers` threads of the process's shared pool (0: cores less two), which stay
+    awake for `spin_us`, `copies` of blocks on other disks, `warm` what was in RAM before, `prefetch` on, off or auto:
+    as long as it pays. `trace` is closed with the experts. Same bits whatever is given.
 
     Raises DiskError or MemoryPlanError if it cannot be had.
     """
     try:
-        pool = use_threads(workers)
+        pool = use_threads(workers, spin_us)
     except BuildError as error:
         log.warning("experts are computed in Python: %s", error)
         return PythonExperts(store, slots=slots, trace=trace)

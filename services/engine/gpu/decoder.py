@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.experts.decode_step import DOWN_SPLITS, ExpertStep
 from kernels.experts.device.turns import TIMEOUT_NS, Route, SharedSlots, Turns
+from kernels.linear.octets import to_octets
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.token import Replay, Token
 from services.engine.gpu.weights import DeviceWeights
@@ -43,10 +44,12 @@ class Placement:
 
 @dataclass(frozen=True)
 class Row:
-    """The next id of one sequence; its page is reserved."""
+    """The next id of one sequence, whose page is reserved, and, for a picture's place, what stands there instead of
+    the id's embedding: float32 [hidden]."""
 
     state: DeviceState
     id: int
+    embedding: Tensor | None = None
 
 
 class Decoder:
@@ -107,7 +110,8 @@ class Decoder:
         assert len(rows) == self.rows
         inputs = self.token.inputs
         inputs.fill([row.state for row in rows])
-        self.weights.embeddings.fill([row.id for row in rows], inputs.host_x)
+        for row, x in zip(rows, inputs.host_x, strict=True):
+            x.copy_(to_octets(self.weights.embeddings.row(row.id) if row.embedding is None else row.embedding))
         self._finish(self.graph.replay)
         return self.token.host_logits
 

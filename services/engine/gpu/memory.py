@@ -5,27 +5,24 @@ captured with. Kernels name a state by its place. Used by the thread that owns t
 """
 
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kernels.attention.pages import Pages
 from services.engine.errors import OutOfPagesError
+from services.engine.gpu.ledger import Kv
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PAGE_TOKENS, PagePool, pages_for
 from services.engine.state import State, host_view
 
-KvFormat = Literal["bf16", "fp8"]
-KV_TYPES: dict[KvFormat, torch.dtype] = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+KV_TYPES: dict[Kv, torch.dtype] = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 class DevicePool(PagePool):
     """`keys` and `values` as in PagePool, in BF16 or FP8; `conv` and `ssm` as in State, with a place first."""
 
-    def __init__(
-        self, config: ModelConfig, device: torch.device, *, places: int, pages: int, kv: KvFormat = "bf16"
-    ) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device, *, places: int, pages: int, kv: Kv = "bf16") -> None:
         shape = (len(config.attention_layers), pages, PAGE_TOKENS, config.kv_heads, config.head_dim)
         self.keys = torch.zeros(shape, dtype=torch.uint8, device=device).to(KV_TYPES[kv])
         self.values = self.keys.clone()

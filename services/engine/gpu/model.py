@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+import triton
 from torch import Tensor
 
 import kernels.attention.gpu as attention
@@ -22,6 +23,7 @@ from services.engine.gpu.decoder import MOST_ROWS, Decoder, Placement, Row
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.weights import DeviceWeights
 from services.engine.model import GaveWay, Segment
+from services.engine.vision.ids import FIRST
 
 
 class DeviceModel:
@@ -104,11 +106,15 @@ class DeviceModel:
         self.pool.require(sum(state.pages_missing(len(s.ids)) for state, s in zip(states, segments, strict=True)))
         for state, segment in zip(states, segments, strict=True):
             state.reserve(len(segment.ids))
+        pictures = [iter([row for some in segment.rows for row in some]) for segment in segments]
         for place in range(max(len(segment.ids) for segment in segments)):
             going = [number for number, segment in enumerate(segments) if place < len(segment.ids)]
             for first in range(0, len(going), len(self.decoders)):
                 batch = going[first : first + len(self.decoders)]
-                rows = [Row(states[number], segments[number].ids[place]) for number in batch]
+                rows = []
+                for number in batch:
+                    id_ = segments[number].ids[place]
+                    rows.append(Row(states[number], id_, next(pictures[number]) if id_ >= FIRST else None))
                 try:
                     logits = self.decoders[len(batch) - 1].run(rows)
                 except HandoffError as error:
@@ -125,7 +131,9 @@ class DeviceModel:
         return segment.state
 
 
-def configurations() -> str:
-    """Of every kernel that a token goes through: a part of the arithmetic fingerprint."""
+def arithmetic_path(kv_format: str) -> str:
+    """What decides bits here: the kernels' fixed configurations, their compiler, the kind of card, the form of KV."""
     parts = [linear.FINGERPRINT, mamba.FINGERPRINT, norm.FINGERPRINT, router.FINGERPRINT, attention.FINGERPRINT]
-    return "; ".join([*parts, experts.FINGERPRINT])
+    major, minor = torch.cuda.get_device_capability()
+    made_with = f"triton {triton.__version__}, sm_{major}{minor}, KV {kv_format}"
+    return "; ".join(["cuda", *parts, experts.FINGERPRINT, made_with])

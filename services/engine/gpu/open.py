@@ -10,88 +10,74 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.build import BuildError
 from kernels.experts.device.rates import PIECE_BYTES, ReadRates
 from kernels.experts.device.turns import HandoffError, SharedSlots
-from kernels.workers.pool import Workers, default_threads
 from services.engine.errors import DeviceError, MemoryPlanError
 from services.engine.experts.store import Store
-from services.engine.experts.streamer import HostExperts
-from services.engine.gpu import ledger
-from services.engine.gpu.decoder import Placement
-from services.engine.gpu.memory import DevicePool, KvFormat
+from services.engine.experts.streamer import Experts, HostExperts
+from services.engine.gpu.decoder import MOST_ROWS, Placement
+from services.engine.gpu.ledger import Kv
+from services.engine.gpu.memory import DevicePool
 from services.engine.gpu.model import DeviceModel
 from services.engine.gpu.weights import DeviceWeights
-from services.engine.pages import pages_for
 
 SPIN_US = 2000  # workers stay awake between the layers of a token
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """`slots` expert blocks in page-locked RAM; `pages` of KV for all sequences; `workers` 0: cores less two."""
+class Sizes:
+    """`pages` of KV for all sequences; `share` of a layer's experts for the GPU, None: found while running; `guesses`:
+    the next layer's experts are guessed and prefetched."""
 
-    slots: int
     sequences: int
     context_tokens: int
-    pages: int = 0  # 0: enough for every sequence
-    kv: KvFormat = "bf16"
-    readers: int = 4
-    workers: int = 0
+    pages: int
+    kv: Kv = "bf16"
     share: int | None = None
     guesses: bool = True
 
 
 @dataclass(frozen=True)
 class Device:
-    """What runs on the card, and what it was found to be. `close` gives everything back."""
+    """What runs on the card. Closed with the experts."""
 
     model: DeviceModel
     pool: DevicePool
-    experts: HostExperts
     slots: SharedSlots
     name: str
-    first_share: float
 
     def close(self) -> None:
         self.model.close()
         self.slots.close()
-        self.experts.close()
 
 
-def open_device(store: Store, wanted: Wanted, say: Callable[[str], None] = lambda _: None) -> Device:
+def open_device(store: Store, experts: Experts, sizes: Sizes, say: Callable[[str], None] = lambda _: None) -> Device:
     """Raises DeviceError if there is no usable GPU, MemoryPlanError if memory of either kind cannot be had."""
     device = usable_device()
-    say(check_memory(store, wanted, torch.cuda.mem_get_info(device)[0]))
-    threads = wanted.workers or default_threads()
-    try:
-        workers = Workers(threads, SPIN_US)
-    except BuildError as error:
-        raise DeviceError(f"the GPU engine needs the compiled host library: {error}") from error
-    experts = HostExperts(store, workers, slots=wanted.slots, readers=wanted.readers, lock_memory=False)
+    if not isinstance(experts, HostExperts):
+        raise DeviceError("the GPU engine needs the compiled host library: install a C++ compiler (g++)")
+    top_k = store.config.experts_per_token
     shared = None
     try:
-        shared = SharedSlots(experts.host)
-        share = _first_share(shared, store.config.experts_per_token)
-        say(f"{threads} threads; the GPU takes {share:.1f} of {store.config.experts_per_token} experts at first")
+        shared = SharedSlots(experts.host, least=top_k * min(sizes.sequences, MOST_ROWS))
+        if shared.notice:
+            say(shared.notice)
+        share = _first_share(shared, top_k)
+        say(f"{torch.cuda.get_device_name(device)} takes {share:.1f} of {top_k} experts at first")
         weights = DeviceWeights.load(store.dense(), store.config, device)
-        say(f"{weights.size_bytes / 1e9:.2f} GB of dense weights on the GPU")
-        pages = wanted.pages or wanted.sequences * pages_for(wanted.context_tokens)
-        pool = DevicePool(store.config, device, places=wanted.sequences, pages=pages, kv=wanted.kv)
-        placement = Placement(share=wanted.share, first_share=share, guesses=wanted.guesses)
+        say(f"{weights.size_bytes / 1e9:.3f} GB of dense weights are on the GPU")
+        pool = DevicePool(store.config, device, places=sizes.sequences, pages=sizes.pages, kv=sizes.kv)
         model = DeviceModel(
             weights,
             pool,
             shared,
-            sequences=wanted.sequences,
-            context_tokens=wanted.context_tokens,
-            placement=placement,
+            sequences=sizes.sequences,
+            context_tokens=sizes.context_tokens,
+            placement=Placement(share=sizes.share, first_share=share, guesses=sizes.guesses),
         )
     except BaseException as error:
         if shared is not None:
-            torch.cuda.synchronize()
             shared.close()
-        experts.close()
         if isinstance(error, torch.cuda.OutOfMemoryError):
             raise MemoryPlanError(
                 f"the GPU's memory ran out while the model was put there: {error}; close what else uses the card, or "
@@ -100,15 +86,9 @@ def open_device(store: Store, wanted: Wanted, say: Callable[[str], None] = lambd
         if isinstance(error, HandoffError):
             raise MemoryPlanError(str(error)) from error
         raise
-    return Device(model, pool, experts, shared, torch.cuda.get_device_name(device), share)
-
-
-def check_memory(store: Store, wanted: Wanted, free_bytes: int) -> str:
-    """The ledger, for the log. Raises MemoryPlanError if it takes more than what is free beside our CUDA context."""
-    asked = ledger.Wanted(wanted.sequences, wanted.context_tokens, wanted.kv, wanted.pages)
-    budget_bytes = free_bytes + ledger.CONTEXT_BYTES
-    made = ledger.require(store.config, ledger.stored_layout(store.folder), asked, budget_bytes)
-    return f"graphics memory, {budget_bytes / ledger.MIB:.0f} MiB free with our CUDA context:\n{made}"
+    opened = Device(model, pool, shared, torch.cuda.get_device_name(device))
+    experts.closing.append(opened.close)
+    return opened
 
 
 def usable_device() -> torch.device:

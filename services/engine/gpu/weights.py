@@ -102,11 +102,9 @@ class EmbeddingRows:
             str(entry.path), shared=False, size=entry.offset + entry.size_bytes, dtype=torch.uint8
         )[entry.offset :].view(rows, -1)
 
-    def fill(self, ids: list[int], out: Tensor) -> None:
-        """out float32 [len(ids), hidden], on the host: the ids' embeddings in octet order."""
-        dtype = DTYPES[self._entry.dtype]
-        for id_, row in zip(ids, out, strict=True):
-            row.copy_(to_octets(self._table[id_].clone().view(dtype).to(torch.float32)))
+    def row(self, id_: int) -> Tensor:
+        """float32 [hidden], in plain order, on the host."""
+        return self._table[id_].clone().view(DTYPES[self._entry.dtype]).to(torch.float32)
 
 
 class _Loader:
