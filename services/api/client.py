@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.api.errors import CODE_KEY, ApiError, EngineFailed, EngineLost, from_engine
+from services.api.errors import CODE_KEY, RETRY_AFTER_KEY, ApiError, EngineFailed, EngineLost, from_engine
 from services.rpc import engine_pb2 as pb
 from services.rpc.engine_pb2_grpc import EngineStub
 
@@ -40,8 +40,8 @@ def _translated() -> Iterator[None]:
 
 
 def _api_error(status: grpc.StatusCode, details: str | None, trailing: Any) -> ApiError:
-    code = dict(trailing or ()).get(CODE_KEY)
-    return from_engine(status, details or "", code if isinstance(code, str) else None)
+    told = {key: value for key, value in trailing or () if isinstance(value, str)}
+    return from_engine(status, details or "", told.get(CODE_KEY), told.get(RETRY_AFTER_KEY))
 
 
 class Engine:

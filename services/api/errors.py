@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 import grpc
 
 CODE_KEY = "thimble-code"  # trailing metadata of a failed call: the engine's stable code
+RETRY_AFTER_KEY = "thimble-retry-after-s"  # beside it: when there will probably be room
 
 ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -46,7 +47,7 @@ class ApiError(Exception):
     code: ClassVar[str] = "internal_error"
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
-    retry_after_s: ClassVar[int | None] = None
+    retry_after_s: int | None = None
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -207,14 +208,19 @@ BY_STATUS: dict[grpc.StatusCode, type[ApiError]] = {
 }
 
 
-def from_engine(status: grpc.StatusCode, details: str, engine_code: str | None) -> ApiError:
+def from_engine(
+    status: grpc.StatusCode, details: str, engine_code: str | None, retry_after_s: str | None = None
+) -> ApiError:
     """What a failed call means to our client. An engine newer than this api may send codes that are not in the map."""
     kind = BY_ENGINE_CODE.get(engine_code or "") or BY_STATUS[status]
     if kind is EngineLost and engine_code is None:
         return EngineLost("the engine cannot be reached; it may be starting: try again shortly")
     if kind is EngineTimeout:
         return EngineTimeout("the answer took longer than this server allows (request_timeout_s)")
-    return kind(details or f"the engine answered {status.name}")
+    error = kind(details or f"the engine answered {status.name}")
+    if kind.retry_after_s is not None and retry_after_s is not None and retry_after_s.isdecimal():
+        error.retry_after_s = int(retry_after_s)
+    return error
 
 
 def all_errors() -> list[type[ApiError]]:

@@ -27,7 +27,6 @@ from torch import Tensor
 from services.engine.errors import (
     CancelledError,
     EngineError,
-    QueueFullError,
     StepError,
     StoppingError,
     UnsupportedError,
@@ -37,6 +36,7 @@ from services.engine.grammar import Grammars
 from services.engine.request import Event, Failed, Finish, Info, Request, Sink, Token
 from services.engine.scheduler import Scheduler
 from services.engine.sequence import Sequence
+from services.engine.turns import Admission
 from services.engine.vision.cache import Held
 from services.engine.vision.ids import picture_ids
 from services.engine.vision.looks import Looks, Work
@@ -44,7 +44,6 @@ from services.engine.vision.sight import Ask, Missing, Room, Seen, Sight
 
 log = logging.getLogger(__name__)
 
-MOST_IDLE = 16  # requests under way or waiting
 
 Job = Callable[[Scheduler, Sequence], None]
 
@@ -67,7 +66,7 @@ class Engine:
         self._experts = experts
         self._wake = threading.Condition()
         self._inbox: deque[tuple[Job, Sequence]] = deque()
-        self._open = {False: 0, True: 0}  # requests taken in and not over: ordinary and idle ones
+        self._open = Admission(info.max_sequences, info.queue_limit)
         self._pressing = False  # the inbox has something that idle work gives way to
         scheduler.pressing = lambda: self._pressing
         self._stop_at: float | None = None  # time.monotonic(); nothing is taken in once this is set
@@ -92,7 +91,7 @@ class Engine:
         def counted(event: Event) -> None:
             if isinstance(event, Finish | Failed):
                 with self._wake:
-                    self._open[request.idle] -= 1
+                    self._open.over(sequence, event if isinstance(event, Finish) else None)
             if pictures is not None and isinstance(event, Token | Finish | Failed):
                 pictures.release()  # the prompt was read
             sink(event)
@@ -100,12 +99,12 @@ class Engine:
         sequence = Sequence(_with_picture_ids(request), counted, matcher, pictures)
         with self._wake:
             try:
-                self._check_open(request.idle)
+                self._check_open(request)
             except EngineError:
                 if pictures is not None:
                     pictures.release()
                 raise
-            self._open[request.idle] += 1
+            self._open.add(sequence)
             self._pressing |= not request.idle
             self._inbox.append((Scheduler.add, sequence))
             self._wake.notify()
@@ -139,14 +138,11 @@ class Engine:
     def _hold(self, request: Request) -> Held | None:
         return self.sight.cache.hold(request.pictures) if request.pictures else None
 
-    def _check_open(self, idle: bool) -> None:
-        """Raise StoppingError or QueueFullError if no request can be taken in. `_wake` is held."""
+    def _check_open(self, request: Request) -> None:
+        """Raise StoppingError or QueueFullError if the request cannot be taken in. `_wake` is held."""
         if self._stop_at is not None:
             raise StoppingError("the engine is stopping: ask again in a moment, or ask another one")
-        if self._open[idle] >= (MOST_IDLE if idle else self.info.max_sequences + self.info.queue_limit):
-            raise QueueFullError(
-                f"{self._open[idle]} requests are under way or waiting, the most this engine takes: ask again later"
-            )
+        self._open.check(request)
 
     def post(self, job: Job, sequence: Sequence) -> None:
         """Have the thread run a job between two steps, if it still runs."""

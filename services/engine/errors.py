@@ -114,6 +114,11 @@ class UnsupportedError(EngineError):
 class QueueFullError(EngineError):
     code = "queue_full"
 
+    def __init__(self, message: str, retry_after_s: int | None = None) -> None:
+        """`retry_after_s`: when there will probably be room."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
 
 class CancelledError(EngineError):
     code = "cancelled"

@@ -1,9 +1,9 @@
 """Who runs next: continuous batching of a few sequences. Owns the queue, the places and the pages of what runs.
 
-A step is one token for every sequence that is answering, then one chunk of one prompt. Prompts get a place in the order
-they came in and then take turns; those of low priority wait until nothing else runs. A place comes with all the pages
-that its request can need, so nothing that runs ever waits for memory. Idle work begins when there is nothing else to
-do, and is put off when something comes. Used by the engine's thread only; nothing here
+A step is one token for every sequence that is answering, then one chunk of one prompt. Users take turns at the places
+and at the reading, one user's prompts in the order they came in; those of low priority wait until nothing else runs. A
+place comes with all the pages that its request can need, so nothing that runs ever waits for memory. Idle work begins
+when there is nothing else to do, and is put off when something comes. Used by the engine's thread only; nothing here
 waits for anything but the model.
 """
 
@@ -27,6 +27,7 @@ from services.engine.snapshots.arriving import Arriving
 from services.engine.snapshots.hot import HotStates, Stored
 from services.engine.snapshots.payload import Loader
 from services.engine.state import State
+from services.engine.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Scheduler:
         self.answering: list[Sequence] = []
         self.idle: deque[Sequence] = deque()  # what to read when there is nothing else to do
         self.pressing: Callable[[], bool] = lambda: False  # whether something has come that idle work gives way to
+        self._places_in_turn, self._chunks_in_turn = Turns(), Turns()
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -82,6 +84,7 @@ class Scheduler:
                 self._place(idle)
         while (upcoming := self._next_fits()) is not None:
             self.waiting.remove(upcoming)
+            self._places_in_turn.took(upcoming)
             with self.at_the_cost_of(upcoming):
                 self._place(upcoming)
         self.publish()
@@ -90,6 +93,7 @@ class Scheduler:
                 self._decode(list(self.answering))
         if (reader := self._next_reader()) is not None:
             self.reading.remove(reader)
+            self._chunks_in_turn.took(reader)
             with self.at_the_cost_of(reader):
                 self._read_chunk(reader)
 
@@ -166,7 +170,7 @@ class Scheduler:
         placed = [*self.answering, *self.reading, *self.restoring]
         if not self.waiting or len(placed) >= self.places:
             return None
-        upcoming = next(filter(_urgent, self.waiting), self.waiting[0])
+        upcoming = self._places_in_turn.next([*filter(_urgent, self.waiting)] or self.waiting, placed)
         if not _urgent(upcoming) and any(map(_urgent, placed)):
             return None
         return upcoming if pages_for(upcoming.reserved_tokens) <= self.pool.free else None
@@ -188,8 +192,8 @@ class Scheduler:
 
     def _next_reader(self) -> Sequence | None:
         """Whose turn to read it is. One of low priority would hold up those that answer: a chunk takes long."""
-        if any(map(_urgent, self.reading)):
-            return next(filter(_urgent, self.reading))
+        if urgent := [*filter(_urgent, self.reading)]:
+            return self._chunks_in_turn.next(urgent)
         return self.reading[0] if self.reading and not any(map(_urgent, self.answering)) else None
 
     def _place(self, sequence: Sequence) -> None:

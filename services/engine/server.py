@@ -28,6 +28,7 @@ from services.settings import SettingError
 log = logging.getLogger(__name__)
 
 CODE_KEY = "thimble-code"  # trailing metadata: the error's stable code
+RETRY_AFTER_KEY = "thimble-retry-after-s"  # beside it: whole seconds until there will probably be room
 INTERNAL_CODE = "internal"  # an exception that is a bug of ours
 MOST_MESSAGE_BYTES = 4 << 20  # a Start with a million ids, or a chunk of 1 MiB
 STOP_GRACE_S = 2.0  # for answers that are complete but not yet delivered
@@ -101,7 +102,9 @@ async def _errors_as_status(context: Context) -> AsyncIterator[None]:
     try:
         yield
     except EngineError as error:
-        await _abort(context, STATUS[type(error)], error.code, str(error))
+        retry_after_s = getattr(error, "retry_after_s", None)
+        more = () if retry_after_s is None else ((RETRY_AFTER_KEY, str(retry_after_s)),)
+        await _abort(context, STATUS[type(error)], error.code, str(error), more)
     except Exception as error:
         if not isinstance(error, grpc.aio.BaseError):
             log.exception("a call failed in a way that has no name")
@@ -109,8 +112,10 @@ async def _errors_as_status(context: Context) -> AsyncIterator[None]:
         raise
 
 
-async def _abort(context: Context, status: grpc.StatusCode, code: str, message: str) -> NoReturn:
-    await context.abort(status, message, ((CODE_KEY, code),))
+async def _abort(
+    context: Context, status: grpc.StatusCode, code: str, message: str, more: tuple[tuple[str, str], ...] = ()
+) -> NoReturn:
+    await context.abort(status, message, ((CODE_KEY, code), *more))
     raise AssertionError("abort raises")
 
 

@@ -31,6 +31,7 @@ class Failure:
     details: str = "as the test wants it"
     code: str | None = None
     after_tokens: int | None = None
+    retry_after_s: str | None = None
 
 
 @dataclass
@@ -279,6 +280,6 @@ class ScriptedEngine(rpc.EngineServicer):
     def _fail(self, context: Any) -> None:
         failure, self.failure = self.failure, None
         assert failure is not None
-        if failure.code:
-            context.set_trailing_metadata((("thimble-code", failure.code),))
+        told = {"thimble-code": failure.code, "thimble-retry-after-s": failure.retry_after_s}
+        context.set_trailing_metadata(tuple((key, value) for key, value in told.items() if value))
         context.abort(failure.status, failure.details)

@@ -1,5 +1,7 @@
 """Tasks of chat programs: recognised, of low priority, and without a trace in what is kept for dialogs."""
 
+from typing import Any
+
 import pytest
 from running_api import RunningApi
 from scripted_engine import ScriptedEngine
@@ -43,3 +45,30 @@ def test_dialogs_are_not(api: RunningApi, engine: ScriptedEngine, name: str) -> 
 def test_a_task_quoted_later_in_a_dialog_is_the_user_s(api: RunningApi, engine: ScriptedEngine) -> None:
     api.chat("Hi", {"role": "assistant", "content": "Hello"}, TASKS["title"])
     assert not engine.calls[-1].start.low_priority
+
+
+def test_users_are_told_apart(api: RunningApi, engine: ScriptedEngine) -> None:
+    """By key and by name, else by address; every flavour has its own field."""
+
+    def user(path: str, headers: dict[str, str] | None = None, **fields: Any) -> str:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
+        if path == "/v1/completions":
+            body = {"prompt": "Hi"}
+        elif path == "/v1/responses":
+            body = {"input": "Hi"}
+        answer = api.client.post(path, json={"model": "demo", **body, **fields}, headers=headers or {})
+        assert answer.status_code == 200, answer.text
+        return engine.calls[-1].start.user
+
+    chat = "/v1/chat/completions"
+    ann = user(chat, user="ann")
+    assert ann == user("/v1/completions", user="ann") == user("/v1/responses", user="ann")
+    assert ann == user("/v1/messages", metadata={"user_id": "ann"}) == user(chat, safety_identifier="ann")
+    assert ann == user(chat, {"X-OpenWebUI-User-Id": "ann"})
+    nobody = user(chat)
+    assert nobody == user("/v1/messages")
+    keyed = user(chat, {"Authorization": "Bearer one"})
+    assert len({ann, nobody, keyed, user(chat, user="bob"), user(chat, {"Authorization": "Bearer two"})}) == 5
+    assert "ann" not in ann
+    answer = api.client.post(chat, json={"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "user": 5})
+    assert answer.json()["error"]["param"] == "user"

@@ -229,6 +229,9 @@ def test_body_too_large(shared_api: RunningApi) -> None:
 
 ENGINE_FAILURES = [
     (Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "16 are waiting", "queue_full"), 429, "queue_full", "5"),
+    (Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", "queue_full", None, "37"), 429, "queue_full", "37"),
+    (Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", "queue_full", None, "soon"), 429, "queue_full", "5"),
+    (Failure(grpc.StatusCode.INTERNAL, "broke", "step_failed", None, "9"), 500, "engine_failed", None),
     (Failure(grpc.StatusCode.UNAVAILABLE, "stopping", "engine_stopping"), 503, "engine_unavailable", "2"),
     (Failure(grpc.StatusCode.INVALID_ARGUMENT, "too long", "context_too_long"), 400, "context_length_exceeded", None),
     (Failure(grpc.StatusCode.INTERNAL, "broke", "step_failed"), 500, "engine_failed", None),

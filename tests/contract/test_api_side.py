@@ -7,7 +7,7 @@ from pathlib import Path
 from services.api import errors
 from services.api.metrics import LOOKUPS
 from services.engine import errors as engine_errors
-from services.engine.server import CODE_KEY, INTERNAL_CODE
+from services.engine.server import CODE_KEY, INTERNAL_CODE, RETRY_AFTER_KEY
 from services.rpc import engine_pb2 as pb
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +34,7 @@ def test_a_client_s_mistake_is_a_4xx_and_an_engine_s_trouble_a_5xx() -> None:
 
 def test_the_engine_names_the_key_of_its_codes_as_the_api_does() -> None:
     assert errors.CODE_KEY == CODE_KEY
+    assert errors.RETRY_AFTER_KEY == RETRY_AFTER_KEY
 
 
 def test_every_restore_that_ends_is_counted() -> None:

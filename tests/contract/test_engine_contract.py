@@ -190,6 +190,7 @@ def test_a_full_queue_is_refused_before_it_is_taken_in(scarce_channel: grpc.Chan
         ask(scarce_channel, start(ids))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert dict(caught.value.trailing_metadata())["thimble-code"] == "queue_full"
+    assert 1 <= int(dict(caught.value.trailing_metadata())["thimble-retry-after-s"]) <= 600
     for call in calls:
         call.cancel()
 

@@ -86,7 +86,7 @@ def test_disorder_leaves_nothing_behind() -> None:
         t.engine.close(20.0)
         assert t.engine.ended.exception() is None, "conservation held whenever nothing ran"
         assert t.scheduler.sequences == []
-        assert t.engine._open == 0
+        assert len(t.engine._open) == 0
         assert all(not stored.pins for stored in t.hot._states.values())
         assert t.pool.free == t.pool.total
         answered = sum(t.value("request_success_total", finished_reason=reason) for reason in ("stop", "length"))
