@@ -10,6 +10,7 @@ BENCHMARKS = {
         "services.tools.bench_experts_cpu",
         "the routed experts on the processor, every instruction set it has",
     ),
+    "disk": ("services.tools.bench_disk", "random expert blocks from a disk, by reads in flight; or an emulated drive"),
     "experts": ("services.tools.bench_experts", "a layer's routed experts on GPU and CPU, every placement in one run"),
     "sampling": ("services.tools.bench_sampling", "from logits to an id, beside the definition"),
     "decode": ("services.tools.bench_decode", "whole tokens on GPU and CPU: the published method, ours, and the floor"),

@@ -11,6 +11,7 @@
 namespace thimble {
 namespace {
 
+constexpr int64_t HUGE_PAGE_BYTES = 2 << 20;
 constexpr int64_t MOST_PIECE_BYTES = 256 << 20;  // locked at once: a refusal costs at most so much
 constexpr int PIECES = 64;                       // and no more than this part of the whole
 constexpr int LEAST_SHARE = 4;              // less than a quarter of what was asked for is no use locked
@@ -29,9 +30,11 @@ void raise_lock_limit() {
 
 Arena::Arena(int slots, int64_t block_bytes, bool lock, std::string* notice) : slots_(slots), block_bytes_(block_bytes) {
   const int64_t bytes = slots * block_bytes;
-  void* got = mmap(nullptr, size_t(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  mapped_bytes_ = bytes + HUGE_PAGE_BYTES;
+  void* got = mmap(nullptr, size_t(mapped_bytes_), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (got == MAP_FAILED) throw std::bad_alloc();
-  start_ = static_cast<uint8_t*>(got);
+  mapped_ = static_cast<uint8_t*>(got);
+  start_ = mapped_ + (HUGE_PAGE_BYTES - reinterpret_cast<uintptr_t>(mapped_) % HUGE_PAGE_BYTES) % HUGE_PAGE_BYTES;
 #ifdef MADV_HUGEPAGE
   madvise(start_, size_t(bytes), MADV_HUGEPAGE);  // a hint: fewer address translations, the same memory
 #endif
@@ -58,10 +61,12 @@ Arena::Arena(int slots, int64_t block_bytes, bool lock, std::string* notice) : s
             " asked for expert blocks in RAM (" + why + "); the cache is as large as that. " + raise + " for more";
 }
 
-Arena::~Arena() { munmap(start_, size_t(slots_ * block_bytes_)); }
+Arena::~Arena() { munmap(mapped_, size_t(mapped_bytes_)); }
 
 void Arena::shrink(int slots) {
-  munmap(slot(slots), size_t((slots_ - slots) * block_bytes_));
+  const int64_t kept_bytes = slot(slots) - mapped_;
+  munmap(slot(slots), size_t(mapped_bytes_ - kept_bytes));
+  mapped_bytes_ = kept_bytes;
   slots_ = slots;
 }
 

@@ -1,19 +1,17 @@
 #include "kernels/experts/host/blocks.h"
 
 #include <chrono>
-#include <cstdlib>
-#include <memory>
 #include <random>
 #include <system_error>
 #include <thread>
 #include <utility>
 
+#include "kernels/experts/host/arena.h"
 #include "kernels/experts/host/xxh64.h"
 
 namespace thimble {
 namespace {
 
-constexpr size_t PAGE = 4096;
 const char* const CHANGED = "the checksum does not match";
 
 // The kernels take a scale's code as an unsigned number: a set sign bit or NaN would be a wrong number, not a crash.
@@ -49,15 +47,15 @@ std::string Blocks::read(int key, uint8_t* to) {
 
 double Blocks::rate(int depth, int64_t limit_ns, uint32_t seed) {
   using Clock = std::chrono::steady_clock;
-  const size_t block_bytes = size_t(catalog_.shape.block_bytes);
   const auto begun = Clock::now(), until = begun + std::chrono::nanoseconds(limit_ns);
   std::atomic<int64_t> reads{0};
   std::vector<std::thread> threads;
+  std::string unlocked;
+  Arena arena(depth, catalog_.shape.block_bytes, false, &unlocked);  // memory as the slots are: its pages make a difference
   const auto read_some = [&](int number) {
-    const std::unique_ptr<void, decltype(&std::free)> to{std::aligned_alloc(PAGE, block_bytes), &std::free};
     std::mt19937 random(seed * 1000 + uint32_t(number));
     do {
-      read(int(random() % uint32_t(catalog_.keys())), static_cast<uint8_t*>(to.get()));
+      read(int(random() % uint32_t(catalog_.keys())), arena.slot(number));
       reads++;
     } while (Clock::now() < until);
   };
@@ -66,7 +64,7 @@ double Blocks::rate(int depth, int64_t limit_ns, uint32_t seed) {
   } catch (const std::system_error&) {  // fewer threads are a slower rate, which is an answer too
   }
   for (auto& thread : threads) thread.join();
-  return double(reads) * double(block_bytes) / std::chrono::duration<double>(Clock::now() - begun).count();
+  return double(reads) * double(catalog_.shape.block_bytes) / std::chrono::duration<double>(Clock::now() - begun).count();
 }
 
 std::string Blocks::take_notice() {
