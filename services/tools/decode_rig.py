@@ -76,6 +76,7 @@ class DecodeRig:
             whole_groups=method.whole_groups,
             splits=method.splits,
             lanes=method.lanes,
+            apart=method.apart,
             timeout_ns=method.timeout_ns,
         )
         context_tokens = states[0].tokens + 1

@@ -24,6 +24,7 @@ class Method:
     timeout_ns: int = TIMEOUT_NS
     splits: int = DOWN_SPLITS
     lanes: int = 2
+    apart: bool = False  # each wave in a stream of its own
 
 
 class Rig:
@@ -40,7 +41,7 @@ class Rig:
         self.method = method
         self.layers, self.late = layers, 0
         self.step = ExpertStep(layout, tokens * top_k, tokens, top_k, device, method.splits)
-        self.turns = Turns(slots, self.step, method.waves, method.timeout_ns)
+        self.turns = Turns(slots, self.step, method.waves, method.timeout_ns, apart=method.apart)
         if method.route is not Route.IN_PLACE:
             self.turns.copy_through(method.route, method.lanes)
         self.turns.share(method.share, initial=share)

@@ -94,12 +94,12 @@ def test_every_split_gives_the_same_bits(slots: SharedSlots) -> None:
 
 
 @pytest.mark.parametrize("route", list(Route))
-@pytest.mark.parametrize("waves", [(), (6, 6, 6, 4), (20, 1, 1)])
-def test_every_route_gives_the_same_bits(slots: SharedSlots, route: Route, waves: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("waves", "apart"), [((), False), ((6, 6, 6, 4), False), ((20, 1, 1), True)])
+def test_every_route_gives_the_same_bits(slots: SharedSlots, route: Route, waves: tuple[int, ...], apart: bool) -> None:
     given = inputs(1, seed=2)
     whole = run(slots, Method("cpu", share=0), given)
     for whole_groups in (False, True):
-        assert torch.equal(run(slots, Method("gpu", route, TOP_K, waves, whole_groups), given), whole)
+        assert torch.equal(run(slots, Method("gpu", route, TOP_K, waves, whole_groups, apart=apart), given), whole)
 
 
 def test_threads_and_instruction_sets_give_the_same_bits(catalog: Catalog, slots: SharedSlots) -> None:

@@ -102,6 +102,7 @@ class Turns:
 
     `guesses`: 0, or tokens * top_k: so many ids of the next layer are posted with a layer's own, to be prefetched.
     `waves`: how many items each announces; together at least the step's. One wave of all items if none are given.
+    `apart`: each wave in a stream of its own.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Turns:
         waves: tuple[int, ...] = (),
         timeout_ns: int = TIMEOUT_NS,
         guesses: int = 0,
+        apart: bool = False,
     ) -> None:
         latent, lookups = step.layout.latent, step.tokens * step.top_k
 
@@ -122,6 +124,7 @@ class Turns:
         ends = list(accumulate(waves or (step.items,)))
         if ends[-1] < step.items:
             raise ValueError(f"waves of {waves} items do not cover {step.items}")
+        self.sides = [torch.cuda.Stream() for _ in ends[1:]] if apart else []  # type: ignore[no-untyped-call]
         self.wave_starts = [0, *(min(end, step.items) for end in ends)]
         self.timeout_ns, self.guesses = timeout_ns, guesses
         flag_words = CACHE_LINE // 4
@@ -193,10 +196,22 @@ class Turns:
         self._wait(self.planned[wave], self.step.plan_words.total if wave == 0 else 0)
 
     def launch_waves(self, whole_groups: bool = False) -> None:
-        """Each wave's experts, as soon as its bytes are announced."""
+        """Each wave's experts, as soon as its bytes are announced; with `apart` not after the wave before it."""
+        main = torch.cuda.current_stream()
+        self.wait_plan(0)
+        planned = main.record_event() if self.sides else None
         for wave, (first, end) in enumerate(pairwise(self.wave_starts)):
-            self.wait_plan(wave)
-            self.step.launch_items(first, end - first, whole_groups)
+            if planned is None or wave == 0:
+                if wave:
+                    self.wait_plan(wave)
+                self.step.launch_items(first, end - first, whole_groups)
+                continue
+            side = self.sides[wave - 1]
+            with torch.cuda.stream(side):
+                side.wait_event(planned)
+                self.wait_plan(wave)
+                self.step.launch_items(first, end - first, whole_groups)
+            main.wait_event(side.record_event())
 
     def wait_results(self) -> None:
         self._wait(self.finished, 0)

@@ -37,6 +37,7 @@ class Placement:
     whole_groups: bool = False
     splits: int = DOWN_SPLITS
     lanes: int = 1
+    apart: bool = False
     items: int = MOST_ITEMS
     guesses: bool = False
     timeout_ns: int = TIMEOUT_NS
@@ -74,7 +75,7 @@ class Decoder:
             slots.host.catalog.layout, items, rows, top_k, pool.conv.device, placement.splits, octets=True
         )
         guesses = rows * top_k if placement.guesses and replay is None else 0
-        self.turns = Turns(slots, step, placement.waves, placement.timeout_ns, guesses)
+        self.turns = Turns(slots, step, placement.waves, placement.timeout_ns, guesses, placement.apart)
         if placement.route is not Route.IN_PLACE:
             self.turns.copy_through(placement.route, placement.lanes)
         self.turns.share(placement.share, initial=placement.first_share * rows)
