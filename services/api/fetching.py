@@ -59,6 +59,7 @@ def _get(url: str, allowed: Callable[[Address], bool], until: float) -> tuple[in
         raise _failed(url, "a URL with a name or password is not fetched")
     port = parts.port or (443 if parts.scheme == "https" else 80)
     connection = _Pinned(parts.scheme, parts.hostname, port, _address(url, parts.hostname, port, allowed), until)
+    reply: http.client.HTTPResponse | None = None
     try:
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         connection.request("GET", path, headers={"User-Agent": "thimble", "Accept": "image/*"})
@@ -68,9 +69,11 @@ def _get(url: str, allowed: Callable[[Address], bool], until: float) -> tuple[in
             body += piece
             if len(body) > MOST_BYTES:
                 raise _failed(url, f"it has more than {MOST_BYTES} bytes")
-            connection.sock.settimeout(_left(until))
+            connection.open.settimeout(_left(until))
         return reply.status, reply.getheader("Location"), bytes(body)
     finally:
+        if reply is not None:
+            reply.close()
         connection.close()
 
 
@@ -87,13 +90,14 @@ class _Pinned(http.client.HTTPConnection):
     def __init__(self, scheme: str, host: str, port: int, address: Address, until: float) -> None:
         super().__init__(host, port)
         self._scheme, self._address, self._until = scheme, address, until
+        self.open: socket.socket  # `sock` is taken from us where the reply ends with the connection
 
     def connect(self) -> None:
         sock = socket.create_connection((str(self._address), self.port), _left(self._until))
         if self._scheme == "https":
             sock = ssl.create_default_context().wrap_socket(sock, server_hostname=self.host)
         sock.settimeout(_left(self._until))
-        self.sock = sock
+        self.sock = self.open = sock
 
 
 def _left(until: float) -> float:

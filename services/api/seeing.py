@@ -18,6 +18,7 @@ from services.rpc import engine_pb2 as pb
 
 MOST_PICTURES = 64  # in one request
 MOST_FETCHED = 8  # from the web, in one request
+FETCH_S = 20.0  # for all of them, whatever their servers do
 _PIECE_BYTES = 1 << 20
 _Resolution = pb.PictureAsk.Resolution
 RESOLUTIONS = {"low": _Resolution.LOW, "auto": _Resolution.NORMAL, "high": _Resolution.HIGH}
@@ -46,9 +47,12 @@ async def load(pictures: Sequence[Picture], document: bool, may_fetch: bool) -> 
         raise InvalidRequest(
             f"{len(from_web)} pictures from the web: at most {MOST_FETCHED} in one request", "messages"
         )
-    fetched = dict(
-        zip(from_web, await asyncio.gather(*(asyncio.to_thread(fetch, url) for url in from_web)), strict=True)
-    )
+    try:
+        async with asyncio.timeout(FETCH_S):
+            bodies = await asyncio.gather(*(asyncio.to_thread(fetch, url) for url in from_web))
+    except TimeoutError:
+        raise InvalidRequest(f"the pictures could not be fetched within {FETCH_S:.0f} s", "messages") from None
+    fetched = dict(zip(from_web, bodies, strict=True))
 
     def encoded(picture: Picture) -> Encoded:
         data = fetched[picture.url] if picture.url in fetched else decoded(picture.url)
