@@ -5,8 +5,9 @@ the engine's sequence until it is handed on, and stop strings' end; knows nothin
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from services.api.client import Generation
@@ -18,6 +19,7 @@ from services.api.model_folder import ModelFolder
 from services.api.parsers.answer import AnswerParser, Content, Delta, Reasoning, TextParser
 from services.api.parsers.tool_calls import CallStart
 from services.api.saving import Dialog, Saving
+from services.api.shown import Shown
 from services.api.snapshots import Plan, Snapshots
 from services.api.tokens import Detokenizer
 from services.rpc import engine_pb2 as pb
@@ -101,6 +103,7 @@ class Answer:
         folder: ModelFolder,
         snapshots: Snapshots,
         saving: Saving,
+        ahead: Callable[[Dialog, tuple[Shown, ...]], None] | None,
         metrics: Metrics,
     ) -> None:
         self.message = Message()
@@ -108,6 +111,7 @@ class Answer:
         self.fingerprint = info.arithmetic_fingerprint[:16]
         self._snapshots = snapshots
         self._saving = saving
+        self._ahead = ahead
         self._metrics = metrics
         self._asked = asked
         self._generation = generation
@@ -245,8 +249,12 @@ class Answer:
 
     def _hand_over(self, finish: pb.Finish) -> None:
         asked = self._asked
-        dialog = None
-        if asked.plan.keep_answer and not self._parser.stopped:
+        dialog = then = None
+        if asked.plan.keep_answer:
             messages = [*asked.messages, self.message.for_template()]
             dialog = Dialog(messages, asked.tools, asked.options, tuple(self._ids))
-        self._saving.take(asked.plan, self._generation, dialog, finish.taken)
+            if self._ahead is not None:
+                then = partial(self._ahead, dialog, asked.plan.shown)
+            if self._parser.stopped:  # the state has read more than the client has seen
+                dialog = None
+        self._saving.take(asked.plan, self._generation, dialog, finish.taken, then)

@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from services.api import anthropic_routes, responses_routes, routes, text_routes
+from services.api.ahead import Ahead
 from services.api.chat import Chats
 from services.api.client import Engines
 from services.api.config import ApiConfig
@@ -50,6 +51,8 @@ def build_app(config: ApiConfig, redis_url: str) -> FastAPI:
         finally:
             retries.close()
             await responses.close()
+            if chats.ahead is not None:
+                await chats.ahead.close()
             await chats.saving.close(config.stop_timeout_s)
             await engines.close()
             if store:
@@ -119,5 +122,6 @@ def _build_chats(
     memory = RecordMemory()
     snapshots = Snapshots(folder, store, memory, metrics, config.snapshot_min_tokens)
     saving = Saving(folder, store, memory, metrics, config.snapshot_writes, config.snapshot_write_s)
+    ahead = Ahead(folder, snapshots, saving, metrics, config.request_timeout_s) if config.read_ahead else None
     limits = (config.default_max_tokens, config.request_timeout_s)
-    return Chats(folder, engines, snapshots, saving, metrics, *limits, may_fetch=config.fetch_pictures)
+    return Chats(folder, engines, snapshots, saving, ahead, metrics, *limits, may_fetch=config.fetch_pictures)

@@ -7,9 +7,11 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
+from services.api.ahead import Ahead
 from services.api.answer import Answer, Asked
 from services.api.background import is_background
 from services.api.call_grammar import answer_form, tool_choice
@@ -25,7 +27,7 @@ from services.api.sampling import Sampling
 from services.api.saving import Saving
 from services.api.schemas import ChatRequest
 from services.api.seeing import load, see
-from services.api.shown import TOKEN, Shown, positions, require_tokens
+from services.api.shown import Shown, picture_refs, require_tokens
 from services.api.snapshots import Plan, Snapshots
 from services.api.structured import Form
 from services.api.templates import Prompt
@@ -56,6 +58,7 @@ class Chats:
         engines: Engines,
         snapshots: Snapshots,
         saving: Saving,
+        ahead: Ahead | None,
         metrics: Metrics,
         default_max_tokens: int,
         timeout_s: float,
@@ -65,6 +68,7 @@ class Chats:
         self.engines = engines
         self.snapshots = snapshots
         self.saving = saving
+        self.ahead = ahead
         self.metrics = metrics
         self._default_max_tokens = default_max_tokens
         self._timeout_s = timeout_s
@@ -133,6 +137,8 @@ class Chats:
         parts = self._parts(request, info)
         prompt = await self._render(engine, info, parts, request)
         plan = await self.snapshots.plan(prompt, info)
+        if self.ahead is not None:
+            self.ahead.overtaken(plan.keys.values())
         background = is_background(request.messages)
         if background:  # nobody goes on from it, and no dialog shall make room for it
             plan = replace(plan, keep={}, keep_answer=False)
@@ -175,7 +181,8 @@ class Chats:
         except BaseException:
             generation.cancel()
             raise
-        return Answer(asked, generation, info, self.folder, self.snapshots, self.saving, self.metrics)
+        ahead = None if self.ahead is None else partial(self.ahead.begin, engine, info)
+        return Answer(asked, generation, info, self.folder, self.snapshots, self.saving, ahead, self.metrics)
 
     def _parts(self, request: ChatRequest, info: pb.InfoResponse) -> "_Parts":
         messages, pictures = [], []
@@ -242,17 +249,8 @@ class Chats:
             low_priority=False,
             grammar=None if form is None else form.grammar,
             user=caller.user,
-            pictures=self._pictures(plan),
+            pictures=picture_refs(plan.ids, self.folder.tokenizer.added, plan.shown),
         )
-
-    def _pictures(self, plan: Plan) -> list[pb.PictureRef]:
-        if not plan.shown:
-            return []
-        at = positions(plan.ids, self.folder.tokenizer.added[TOKEN].id, plan.shown)
-        return [
-            pb.PictureRef(handle=picture.handle, position=position, tokens=picture.tokens)
-            for position, picture in zip(at, plan.shown, strict=True)
-        ]
 
 
 def template_options(request: ChatRequest, model_thinks: bool) -> dict[str, Any]:

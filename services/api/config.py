@@ -42,6 +42,9 @@ class ApiConfig:
     )
     embedded_memory_mb: int = setting(1024, "MB", "most memory of the embedded server; oldest snapshots go first")
     snapshot_ttl_s: int = setting(3 * 86400, "s", "how long an unused snapshot is kept")
+    read_ahead: bool = setting(
+        True, "", "after an answer, an engine that has nothing to do reads the history as the next turn will show it"
+    )
     snapshot_min_tokens: int = setting(8, "tokens", "a snapshot that would save fewer tokens than this is not taken")
     snapshot_write_s: float = setting(120.0, "s", "longest time for storing one answer's snapshots")
     snapshot_writes: int = setting(

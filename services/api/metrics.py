@@ -16,6 +16,7 @@ SHORT_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0
 
 FINISH_REASONS = ("stop", "length", "tool_calls")
 LOOKUPS = ("hot", "sent", "none", "refused")  # where the prompt's beginning came from, by the engine's word
+AHEAD = ("done", "overtaken", "failed")
 WRITES = ("stored", "present", "refused", "failed")
 
 Key = tuple[str, ...]
@@ -52,8 +53,11 @@ class Metrics:
         self.prompt_s = histogram("prompt_seconds", "template, tokenizer and look-up of a prompt", SHORT_BUCKETS_S)
 
         self.lookups = counters("snapshot_lookups", "where prompts' beginnings came from", result=LOOKUPS)
+        self.ahead = counters("reads_ahead", "histories read ahead of the next turn", result=AHEAD)
+        self.ahead_tokens = counter("tokens_read_ahead", "tokens that engines ran for that")
         self.mismatches = counter("snapshot_mismatches", "records that did not fit their text; removed")
         self.writes = counters("snapshot_writes", "snapshots that engines sent", result=WRITES)
+        self.replaced = counter("snapshots_replaced", "older states of a dialog that were removed for a newer one")
         self.snapshot_bytes = counters("snapshot_bytes", "payload bytes", dir=("stored", "sent"))
         self.lookup_s = histogram("snapshot_lookup_seconds", "finding the longest stored beginning", SHORT_BUCKETS_S)
         self.send_s = histogram("snapshot_send_seconds", "from store to engine, one payload", SHORT_BUCKETS_S)

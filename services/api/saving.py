@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,12 +54,36 @@ class Saving:
         self._within_s = within_s
         self._turns = asyncio.Semaphore(at_once)
         self._writing: set[bytes] = set()  # state ids
+        self._blocks_under_way: set[bytes] = set()  # if that fails, who left one out has a state with a hole: none
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def take(self, plan: Plan, generation: Generation, dialog: Dialog | None, taken: Sequence[pb.StateRef]) -> None:
+    def take(
+        self,
+        plan: Plan,
+        generation: Generation,
+        dialog: Dialog | None,
+        taken: Sequence[pb.StateRef],
+        ahead: Callable[[], None] | None = None,
+    ) -> None:
         """Own `generation` from behind its Finish on: store what it still sends, off the request's path. The states of
-        `taken` are still hot, so a next request can begin with them before they are stored."""
-        task = asyncio.create_task(self._save(plan, generation, dialog, tuple(taken)))
+        `taken` are still hot, so a next request can begin with them before they are stored.
+
+        `ahead`, called once they are known, has the end of the answer read on to where the next turn begins: that is
+        stored then, and the end of the answer is not.
+        """
+
+        async def save() -> None:
+            end = await asyncio.to_thread(self._answer, plan, dialog) if dialog else None
+            await self._save(plan, generation, end, tuple(taken), ahead)
+
+        self._begin(save())
+
+    def take_end(self, plan: Plan, generation: Generation, key: bytes, taken: Sequence[pb.StateRef]) -> None:
+        """The same for a prompt that was read to its end, which `key` names."""
+        self._begin(self._save(plan, generation, (key, plan.ids), tuple(taken), None))
+
+    def _begin(self, saving: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(saving)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -77,18 +101,25 @@ class Saving:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _save(
-        self, plan: Plan, generation: Generation, dialog: Dialog | None, taken: Sequence[pb.StateRef]
+        self,
+        plan: Plan,
+        generation: Generation,
+        answer: "_Answered | None",
+        taken: Sequence[pb.StateRef],
+        ahead: Callable[[], None] | None,
     ) -> None:
         began = time.perf_counter()
         try:
-            answer = await asyncio.to_thread(self._answer, plan, dialog) if dialog else None
             for ref in taken:
                 self._note(plan, answer, pb.SnapshotHead(state=ref))
+            if ahead is not None:
+                ahead()
             async with asyncio.timeout(self._within_s), self._turns:
                 messages = generation.messages()
                 async for message in messages:
                     if message.WhichOneof("message") == "snapshot":
-                        await self._save_one(plan, answer, message.snapshot, generation, messages)
+                        wanted = ahead is None or message.snapshot.state.tokens < len(plan.ids)
+                        await self._save_one(plan, answer, message.snapshot, wanted, generation, messages)
             self._metrics.save_s.observe(time.perf_counter() - began)
         except (ApiError, TimeoutError) as error:
             self._metrics.writes["failed",].inc()
@@ -116,22 +147,32 @@ class Saving:
         plan: Plan,
         answer: "_Answered | None",
         head: pb.SnapshotHead,
+        wanted: bool,
         generation: Generation,
         messages: AsyncIterator[pb.GenerateOut],
     ) -> None:
         """Take one snapshot off the stream, as far as it is of use."""
-        noted = self._note(plan, answer, head)
-        state_id = head.state.state_id
         if not head.chunks:
             return
+        noted = self._note(plan, answer, head) if wanted else None
+        state_id = head.state.state_id
         if noted is None or self._store is None or state_id in self._writing:
             await generation.want(False, ())
             return
         self._writing.add(state_id)
         try:
-            await self._upload(self._store, *noted, generation, messages)
+            stored = await self._upload(self._store, *noted, generation, messages)
+            if stored and head.state.tokens >= len(plan.ids):
+                await self._replace(self._store, plan)
         finally:
             self._writing.discard(state_id)
+
+    async def _replace(self, store: Store, plan: Plan) -> None:
+        """A newer state of this dialog is stored: the older ones go. Its blocks stay, as the newer ones have them."""
+        self._metrics.replaced.inc(len(plan.older))
+        for key, _ in plan.older:
+            self._memory.forget(key)
+        await store.forget([key for key, _ in plan.older], [state_id for _, state_id in plan.older])
 
     async def _upload(
         self,
@@ -140,13 +181,17 @@ class Saving:
         record: Record,
         generation: Generation,
         messages: AsyncIterator[pb.GenerateOut],
-    ) -> None:
-        own_part, blocks = await store.lacks(record)
+    ) -> bool:
+        """Whether the store has it now."""
+        own_part, lacking = await store.lacks(record)
+        blocks = [number for number in lacking if record.blocks[number] not in self._blocks_under_way]
         if not store.available:
             own_part, blocks = False, []
-        await generation.want(own_part, blocks)
+        under_way = {record.blocks[number] for number in blocks}
+        self._blocks_under_way |= under_way
         chunks = _Chunks(own_part * record.head.chunks + len(blocks), messages)
         try:
+            await generation.want(own_part, blocks)
             if own_part or blocks:
                 await store.write(record, own_part, blocks, chunks)
                 self._metrics.writes["stored",].inc()
@@ -154,11 +199,15 @@ class Saving:
             else:
                 self._metrics.writes["present",].inc()
             await store.write_record(key, record)
+            return True
         except StoreRefused as error:
             self._metrics.writes["refused",].inc()
             log.warning("a snapshot was not stored: %s", error)
             async for _ in chunks:  # what the store did not take still has to be taken off the stream
                 pass
+            return False
+        finally:
+            self._blocks_under_way -= under_way
 
     def _answer(self, plan: Plan, dialog: Dialog) -> "_Answered | None":
         """Key and ids of the end of the answer, if a later request will repeat what the state has read: the template

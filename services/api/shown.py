@@ -3,12 +3,14 @@ come from the engine, the places from pictures.py or from the checkpoint's templ
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from services.api.errors import TemplateRefused, Unsupported
 from services.api.pictures import PLACE
+from services.api.tokens import AddedToken
+from services.rpc import engine_pb2 as pb
 
 BEGIN, TOKEN, END = "<img>", "<image>", "</img>"
 # A template may write the token itself where it is given a picture, with or without its tags.
@@ -75,6 +77,16 @@ def positions(ids: Sequence[int], token_id: int, pictures: Sequence[Shown]) -> l
         assert all(id_ == token_id for id_ in ids[at:start]), "a picture's tokens follow each other"
         found.append(at)
     return found
+
+
+def picture_refs(ids: Sequence[int], added: Mapping[str, AddedToken], pictures: Sequence[Shown]) -> list[pb.PictureRef]:
+    """What the engine is told of a prompt's pictures."""
+    if not pictures:
+        return []
+    return [
+        pb.PictureRef(handle=picture.handle, position=position, tokens=picture.tokens)
+        for position, picture in zip(positions(ids, added[TOKEN].id, pictures), pictures, strict=True)
+    ]
 
 
 def require_tokens(added: Any) -> None:

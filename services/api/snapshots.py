@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 MOST_CANDIDATES = 128  # boundaries looked up, the newest; older ones of a long dialog would save too little
 MOST_OFFERS = 3
+NEWEST_KEPT = 2  # stored states of a dialog beside that of its first turn, when a newer one is stored
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,14 @@ class Plan:
     keep_answer: bool
     heads_only: bool
     space: bytes
+    keys: Mapping[int, bytes]  # of all boundaries of the text
+    older: tuple[tuple[bytes, bytes], ...] = ()  # key and id of stored states that a newer one replaces
     shown: tuple[Shown, ...] = ()  # its pictures, in order
+
+    def known_to_the_end(self, key: bytes) -> bool:
+        """Whether the state of the whole text, which has this key, is where it should be."""
+        whole = next((offer for offer in self.offers if offer.key == key), None)
+        return whole is not None and (whole.sendable or self.heads_only)
 
     def refs(self) -> list[pb.StateRef]:
         return [
@@ -92,7 +100,7 @@ class Snapshots:
         began = time.perf_counter()
         space = space_of(info.model_fingerprint, info.arithmetic_fingerprint)
         keys = boundary_keys(space, prompt.text, prompt.boundaries, named_places(prompt.text, prompt.shown))
-        found = await self._find(prompt, keys)
+        found, older = await self._find(prompt, keys)
         ids, offers = await asyncio.to_thread(self._compose, prompt, found)
         self._metrics.lookup_s.observe(time.perf_counter() - began)
         wrong = [offer for offset, offer in found.items() if offset not in offers]
@@ -104,12 +112,15 @@ class Snapshots:
             keep_answer=prompt.history_end is not None,
             heads_only=not self.store_available,
             space=space,
+            keys=keys,
+            older=older,
             shown=prompt.shown,
         )
 
     def unkept(self, ids: Sequence[int], info: pb.InfoResponse) -> Plan:
         """For a prompt that is no dialog: read from its first token, and not kept."""
-        return Plan(tuple(ids), (), {}, False, True, space_of(info.model_fingerprint, info.arithmetic_fingerprint))
+        space = space_of(info.model_fingerprint, info.arithmetic_fingerprint)
+        return Plan(tuple(ids), (), {}, False, True, space, {})
 
     async def send(self, plan: Plan, restore: pb.Restore, generation: Generation) -> bool:
         """Give the engine the payload it asks for; False, and the engine is told, if it cannot be had any more."""
@@ -135,10 +146,14 @@ class Snapshots:
             if offer.head.state_id == state_id:
                 self._memory.forget(offer.key)
                 if self._store:
-                    await self._store.forget([offer.key], offer.record)
+                    await self._store.forget([offer.key], [state_id], offer.record.blocks)
 
-    async def _find(self, prompt: Prompt, keys: Mapping[int, bytes]) -> dict[int, "_Found"]:
-        """Offset -> what is known there, longest first: the few that may be offered, and those that would be kept."""
+    async def _find(
+        self, prompt: Prompt, keys: Mapping[int, bytes]
+    ) -> tuple[dict[int, "_Found"], tuple[tuple[bytes, bytes], ...]]:
+        """Offset -> what is known there, longest first: the few that may be offered, and those that would be kept. And
+        key and state of those stored that are of no more use once a longer one is stored: all but the newest, from
+        which an edited last message or another answer begins, and the first turn, which other dialogs share."""
         newest = sorted(keys, reverse=True)[:MOST_CANDIDATES]
         ends = [offset for offset in (prompt.history_end, prompt.first_turn_end) if offset is not None]
         candidates = {offset: keys[offset] for offset in [*newest, *ends]}
@@ -153,9 +168,11 @@ class Snapshots:
         longest = sorted(heads, reverse=True)
         chosen = longest[:MOST_OFFERS] + [o for o in longest[MOST_OFFERS:] if o in ends]
         if self._store is None:
-            return {offset: _Found(keys[offset], known[offset], False) for offset in chosen}
+            return {offset: _Found(keys[offset], known[offset], False) for offset in chosen}, ()
+        in_store = [offset for offset in longest if heads[offset].chunks and offset != prompt.first_turn_end]
+        older = tuple((keys[offset], heads[offset].state_id) for offset in in_store[NEWEST_KEPT:])
         stored = await self._store.fetch([(keys[o], heads[o], known.get(o)) for o in chosen])
-        return {o: _Found(keys[o], s.record, s.sendable) for o, s in zip(chosen, stored, strict=True) if s}
+        return {o: _Found(keys[o], s.record, s.sendable) for o, s in zip(chosen, stored, strict=True) if s}, older
 
     def _compose(self, prompt: Prompt, found: Mapping[int, "_Found"]) -> tuple[list[int], dict[int, "_Found"]]:
         """The prompt's ids, and what is found true, longest first. Runs in a thread: long prompts take a while."""

@@ -165,11 +165,11 @@ class Store:
         fields = [part for pair in to_fields(record).items() for part in pair]
         await self._tell([("UNLINK", name), ("HSET", name, *fields), ("EXPIRE", name, self._ttl_s)])
 
-    async def forget(self, keys: Iterable[bytes], payload: Record | None = None) -> None:
-        """Remove records, and a payload with its blocks, that turned out wrong."""
-        names = [record_name(key) for key in keys]
-        if payload:
-            names += [payload_name(payload.head.state_id), *map(block_name, payload.blocks)]
+    async def forget(
+        self, keys: Iterable[bytes], state_ids: Iterable[bytes] = (), blocks: Iterable[bytes] = ()
+    ) -> None:
+        """Remove records, own parts of payloads, and blocks."""
+        names = [*map(record_name, keys), *map(payload_name, state_ids), *map(block_name, blocks)]
         await self._ask([("UNLINK", name) for name in names])
 
     async def _holes(self, records: Sequence[Record]) -> dict[bytes, list[int]]:

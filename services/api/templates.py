@@ -93,6 +93,33 @@ class ChatTemplate:
         ends = self._offsets(text, self._turn_end)
         return text[: ends[-1]] if ends else None
 
+    def upcoming(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        options: Mapping[str, Any] | None,
+        shown: Sequence[Shown] = (),
+    ) -> Prompt | None:
+        """The dialog as the next request will show it, up to where its own turn begins. Clients send no thinking back;
+        a template may drop it anyhow. None if the template shows no such place; raises TemplateRefused."""
+        last = {key: value for key, value in messages[-1].items() if key != "reasoning_content"}
+        role = "tool" if last.get("tool_calls") else "user"
+        probe = {"role": role, "content": "x", "tool_call_id": "x"}
+        text = expand(self.render([*messages[:-1], last, probe], tools, options, generation_prompt=False), shown)
+        starts = self._offsets(text, self._turn_start)
+        if len(starts) < 2:
+            return None
+        text = text[: starts[-1]]
+        ends = self._offsets(text, self._turn_end)
+        return Prompt(
+            text=text,
+            boundaries=tuple(sorted({*starts[1:], *ends})),
+            first_turn_end=starts[1],
+            history_end=None,
+            starts_thinking=False,
+            shown=tuple(shown),
+        )
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -47,9 +47,16 @@ class RunningApi:
         return OpenAI(base_url=f"{self.url}/v1", api_key=options.pop("api_key", "none"), max_retries=0, **options)
 
     def saved(self) -> None:
-        """Wait until the snapshots of finished answers are stored."""
+        """Wait until the histories of finished answers are read ahead, and their snapshots stored."""
         assert self.loop is not None
-        asyncio.run_coroutine_threadsafe(self.app.state.chats.saving.idle(), self.loop).result(20)
+        chats = self.app.state.chats
+        parts = [chats.saving, chats.ahead, chats.saving] if self.reads_ahead else [chats.saving]
+        for part in parts:
+            asyncio.run_coroutine_threadsafe(part.idle(), self.loop).result(20)
+
+    @property
+    def reads_ahead(self) -> bool:
+        return self.app.state.chats.ahead is not None
 
     def metric(self, name: str, **labels: str) -> float:
         registry = self.app.state.chats.metrics.registry

@@ -70,6 +70,8 @@ class ScriptedEngine(rpc.EngineServicer):
         self.hot: dict[bytes, tuple[int, ...]] = {}
         self.hot_blocks: set[bytes] = set()
         self.calls: list[Call] = []
+        self.idle_calls: list[Call] = []
+        self.does_idle_work = True
         self._server = grpc.server(ThreadPoolExecutor(32))
         rpc.add_EngineServicer_to_server(self, self._server)
         self.health = health.HealthServicer()
@@ -132,7 +134,7 @@ class ScriptedEngine(rpc.EngineServicer):
         first = inbox.get(timeout=10)
         assert first is not None
         call = Call(first.start)
-        self.calls.append(call)
+        (self.idle_calls if call.start.idle else self.calls).append(call)
         context.add_callback(lambda: call.ended.is_set() or call.cancelled.set())
         try:
             if self.failure and self.failure.after_tokens is None:
@@ -155,7 +157,10 @@ class ScriptedEngine(rpc.EngineServicer):
         self._wait(self.prompt_s, context)
         answer: list[int] = []
         reason = pb.Finish.LENGTH
-        for token_id in [*self.script, *start.stop_ids[:1]]:
+        if start.idle:
+            while not self.does_idle_work:
+                self._wait(0.05, context)
+        for token_id in [] if start.idle else [*self.script, *start.stop_ids[:1]]:
             if self.failure and self.failure.after_tokens == len(answer):
                 self._fail(context)
             self._wait(self.token_s, context)
@@ -173,7 +178,7 @@ class ScriptedEngine(rpc.EngineServicer):
         at = [position for position in start.snapshot_at if position > call.restored_tokens]
         states = [ids[:position] for position in at]
         assert start.snapshots_on_request
-        if start.snapshot_answer and answer:
+        if start.snapshot_answer and (answer or start.idle):
             states.append((*ids, *answer[:-1]))
         yield pb.GenerateOut(
             finish=pb.Finish(

@@ -33,15 +33,15 @@ def stored_api(start_api: Callable[..., RunningApi], store: EmbeddedStore) -> Ru
     return start_api(redis_url=store.url, snapshot_min_tokens=1)
 
 
-@pytest.fixture(params=["hot", "store"])
+@pytest.fixture(params=["hot", "store", "without reading ahead"])
 def remembering(
     request: pytest.FixtureRequest, start_api: Callable[..., RunningApi], store: EmbeddedStore, engine: ScriptedEngine
 ) -> RunningApi:
-    """The same dialogs, once with the engine's hot states alone, once with the store alone."""
+    """The same dialogs, with the engine's hot states alone, with the store alone, and so without reading ahead."""
     if request.param == "hot":
         return start_api(snapshot_min_tokens=1)
     engine.keeps_hot = False
-    return start_api(redis_url=store.url, snapshot_min_tokens=1)
+    return start_api(redis_url=store.url, snapshot_min_tokens=1, read_ahead=request.param == "store")
 
 
 def turn(api: RunningApi, engine: ScriptedEngine, *messages: dict[str, Any], **fields: Any) -> tuple[Any, int]:
@@ -55,12 +55,16 @@ def turn(api: RunningApi, engine: ScriptedEngine, *messages: dict[str, Any], **f
     return reply, executed
 
 
-def tail(folder: ModelFolder, text: str, thinking: bool = False) -> int:
-    """Tokens that only the newest turn can add: the end of the answer's turn, the user's, the beginning of the next."""
+def tail(api: RunningApi, text: str, thinking: bool = False) -> int:
+    """Tokens that only the newest turn can add: the user's turn and the beginning of the next one; without reading
+    ahead also the end of the answer's turn."""
     opening = "<think>\n" if thinking else "<think></think>"
-    return len(
-        folder.tokenizer.encode(f"<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n{opening}")
-    )
+    end = "" if api.reads_ahead else "<|im_end|>\n"
+    return count(api, f"{end}<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n{opening}")
+
+
+def count(api: RunningApi, text: str) -> int:
+    return len(api.app.state.chats.folder.tokenizer.encode(text))
 
 
 def test_a_dialog_runs_only_its_new_tokens(
@@ -73,7 +77,7 @@ def test_a_dialog_runs_only_its_new_tokens(
         text = f"And number {number}?"
         dialog += [assistant(reply), user(text)]
         reply, executed = turn(remembering, engine, *dialog)
-        assert executed == tail(folder, text)
+        assert executed == tail(remembering, text)
     used = {call.source for call in engine.calls[1:]}
     assert used == ({"SENT"} if not engine.keeps_hot else {"HOT"})
     assert remembering.metric("snapshot_lookups_total", result=used.pop().lower()) == 3
@@ -84,9 +88,9 @@ def test_thinking_is_dropped_and_the_history_still_hits(
 ) -> None:
     engine.script = folder.tokenizer.encode("I think a lot about it.\n</think>\nFour, I would say.")
     first, _ = turn(remembering, engine, system(), user("2+2?"), model="demo-think")
-    answered = "<|im_start|>assistant\n<think></think>Four, I would say."
+    answered = "" if remembering.reads_ahead else "<|im_start|>assistant\n<think></think>Four, I would say."
     _, executed = turn(remembering, engine, system(), user("2+2?"), assistant(first), user("Sure?"), model="demo-think")
-    assert executed == len(folder.tokenizer.encode(answered)) + tail(folder, "Sure?", thinking=True)
+    assert executed == count(remembering, answered) + tail(remembering, "Sure?", thinking=True)
 
 
 def test_another_dialog_shares_the_system_prompt(
@@ -104,13 +108,14 @@ def test_regenerate_edit_and_branch(remembering: RunningApi, engine: ScriptedEng
     generation_prompt = len(folder.tokenizer.encode("<|im_start|>assistant\n<think></think>"))
     assert turn(remembering, engine, *dialog)[1] == generation_prompt, "regenerate"
     assert turn(remembering, engine, *dialog, model="demo-think")[1] == generation_prompt, "with thinking"
+    changed = [*dialog, assistant(reply, content="Something I never said."), user("Second")]
+    expected = "<|im_start|>assistant\n<think></think>Something I never said.<|im_end|>\n"
+    expected += "<|im_start|>user\nSecond<|im_end|>\n<|im_start|>assistant\n<think></think>"
+    assert turn(remembering, engine, *changed)[1] == count(remembering, expected), "an answer that was edited"
     longer = [*dialog, assistant(reply), user("First")]
     turn(remembering, engine, *longer)
     edited = [*dialog, assistant(reply), user("Second")]
-    assert turn(remembering, engine, *edited)[1] == tail(folder, "Second"), "edited last message"
-    changed = [*dialog, assistant(reply, content="Something I never said."), user("Second")]
-    expected = "<|im_start|>assistant\n<think></think>Something I never said."
-    assert turn(remembering, engine, *changed)[1] == len(folder.tokenizer.encode(expected)) + tail(folder, "Second")
+    assert turn(remembering, engine, *edited)[1] == tail(remembering, "Second"), "edited last message"
 
 
 def test_tools(remembering: RunningApi, engine: ScriptedEngine, folder: ModelFolder) -> None:
@@ -126,7 +131,7 @@ def test_tools(remembering: RunningApi, engine: ScriptedEngine, folder: ModelFol
     engine.script = folder.tokenizer.encode("It rains.")
     dialog += [assistant(reply), {"role": "tool", "tool_call_id": "x", "content": "rain"}]
     _, executed = turn(remembering, engine, *dialog, tools=[tool])
-    assert executed == tail(folder, "<tool_response>\nrain\n</tool_response>\n")
+    assert executed == tail(remembering, "<tool_response>\nrain\n</tool_response>\n")
     assert turn(remembering, engine, *dialog)[1] > executed, "other tools are another beginning"
 
 
@@ -139,7 +144,7 @@ def test_the_ids_that_were_generated_are_reused(
     engine.script = spelled
     reply, _ = turn(remembering, engine, system(), user("a"))
     _, executed = turn(remembering, engine, system(), user("a"), assistant(reply), user("b"))
-    assert executed == tail(folder, "b")
+    assert executed == tail(remembering, "b")
     ids = list(engine.calls[-1].start.ids)
     at = len(engine.calls[0].start.ids)
     assert ids[at : at + len(spelled)] == spelled
@@ -152,7 +157,7 @@ def test_white_space_that_the_template_trims(
     reply, _ = turn(remembering, engine, system(), user("a"))
     assert reply["choices"][0]["message"]["content"] == "\n\nHello.  \n"
     _, executed = turn(remembering, engine, system(), user("a"), assistant(reply), user("b"))
-    assert executed == tail(folder, "b")
+    assert executed == tail(remembering, "b")
 
 
 def test_an_answer_cut_by_the_token_limit(remembering: RunningApi, engine: ScriptedEngine, folder: ModelFolder) -> None:
@@ -160,7 +165,7 @@ def test_an_answer_cut_by_the_token_limit(remembering: RunningApi, engine: Scrip
     reply, _ = turn(remembering, engine, system(), user("a"), max_tokens=3)
     assert reply["choices"][0]["finish_reason"] == "length"
     _, executed = turn(remembering, engine, system(), user("a"), assistant(reply), user("b"))
-    assert executed == tail(folder, "b") + 1
+    assert executed == tail(remembering, "b") + (not remembering.reads_ahead)
 
 
 def test_an_answer_cut_by_a_stop_string_keeps_the_history(
@@ -171,8 +176,8 @@ def test_an_answer_cut_by_a_stop_string_keeps_the_history(
     remembering.saved()
     engine.token_s = 0
     _, executed = turn(remembering, engine, system(), user("a"), assistant(reply), user("b"))
-    cut = "<|im_start|>assistant\n<think></think>Hello there,"
-    assert executed == len(folder.tokenizer.encode(cut)) + tail(folder, "b")
+    cut = "" if remembering.reads_ahead else "<|im_start|>assistant\n<think></think>Hello there,"
+    assert executed == count(remembering, cut) + tail(remembering, "b")
 
 
 def test_letters_of_special_tokens_are_another_text(
@@ -204,7 +209,10 @@ def test_small_gains_are_not_stored(start_api: Callable[..., RunningApi], engine
     assert len(engine.calls[1].start.snapshot_at) == 2
 
 
-def test_nothing_is_stored_twice(stored_api: RunningApi, engine: ScriptedEngine) -> None:
+def test_nothing_is_stored_twice(
+    start_api: Callable[..., RunningApi], store: EmbeddedStore, engine: ScriptedEngine
+) -> None:
+    stored_api = start_api(redis_url=store.url, snapshot_min_tokens=1, read_ahead=False)
     turn(stored_api, engine, system(), user("a"))
     assert len(engine.calls[0].start.snapshot_at) == 2
     assert stored_api.metric("snapshot_writes_total", result="stored") == 3
@@ -226,7 +234,7 @@ def test_a_restarted_api_and_engine_go_on(
     engine.hot.clear()
     other = start_api(redis_url=store.url)
     _, executed = turn(other, engine, system(), user("a"), assistant(reply), user("b"))
-    assert executed == tail(folder, "b")
+    assert executed == tail(other, "b")
     assert engine.calls[-1].source == "SENT"
     sent_bytes = len(engine.payload(())) + 16_000 * len(engine.calls[-1].start.offers[0].blocks)
     assert engine.calls[-1].received_bytes == sent_bytes
