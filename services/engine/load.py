@@ -19,7 +19,7 @@ from services.engine.config import EngineConfig
 from services.engine.errors import DeviceError, UnsupportedError
 from services.engine.experts.copies import copies, folders_of
 from services.engine.experts.store import Store
-from services.engine.experts.streamer import Experts, open_experts
+from services.engine.experts.streamer import Experts, HostExperts, open_experts
 from services.engine.experts.trace import Header, Recorder
 from services.engine.experts.warm import NAME, OFF, WarmSet
 from services.engine.fingerprint import arithmetic_fingerprint
@@ -117,6 +117,8 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
             sight = Sight(weights, kept, lambda result: metrics.pictures[result,].inc())
         chunk_tokens = min(config.prefill_chunk_tokens, DEVICE_CHUNK_TOKENS if on_gpu else config.prefill_chunk_tokens)
         scheduler = Scheduler(network, pool, hot, metrics, plan.sequences, chunk_tokens, new_state)
+        if isinstance(experts, HostExperts):
+            experts.begin_warm()
     except BaseException:
         experts.close()
         raise

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     print(vram.require(config, dense, asked, corners[0].card.vram_mib * vram.MIB))
     print(f"\nRAM\n{ram}")
     print(f"\nSettings\n{settings(ram, args)}")
-    print(f"\nA token, {100 * hits:.1f} % of the experts found in RAM (one curve through the published point)")
+    print(f"\nA token, {100 * hits:.1f} % of the experts found in RAM (a replay of made-up routing)")
     tokens = [(corner, decode(shape, corner, Method.SPLIT, hits)) for corner in corners]
     for line in token_table(tokens):
         print(line)

@@ -118,14 +118,17 @@ class HostExperts:
             raise MemoryPlanError(f"a cache of {slots} experts cannot be had: {error}") from error
         self._tell()
         self._warm = warm
-        if warm is not None:
-            self.host.warm(warm.load())
-            warm.keep(self.host.resident)
         self._trace = trace
         if trace is not None:
             trace.attach(
                 lambda: {**asdict(self.counters()), "policy": SHIPPED, "prefetch": prefetch, "warm": bool(warm)}
             )
+
+    def begin_warm(self) -> None:
+        """Start reading what was in RAM before, and keep what is from now on. Slots can be given up until then."""
+        if self._warm is not None:
+            self.host.warm(self._warm.load())
+            self._warm.keep(self.host.resident)
 
     def step(self, layer: int, ids: Tensor, weights: Tensor, x: Tensor) -> Tensor:
         try:
