@@ -14,8 +14,8 @@ from starlette.responses import Response
 from services.api import anthropic_routes, responses_routes, routes, text_routes
 from services.api.ahead import Ahead
 from services.api.chat import Chats
-from services.api.client import Engines
 from services.api.config import ApiConfig
+from services.api.engines import Engines
 from services.api.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound
 from services.api.logs import EXTRA
 from services.api.metrics import Metrics

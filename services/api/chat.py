@@ -16,8 +16,19 @@ from services.api.answer import Answer, Asked
 from services.api.background import is_background
 from services.api.call_grammar import answer_form, tool_choice
 from services.api.choices import Choices
-from services.api.client import Engine, Engines
-from services.api.errors import ContextTooLong, FormRefused, InvalidRequest, NotFound, PictureGone, Unsupported
+from services.api.client import Engine
+from services.api.engines import Engines, owner_of
+from services.api.errors import (
+    ApiError,
+    ContextTooLong,
+    EngineLost,
+    FormRefused,
+    InvalidRequest,
+    NotFound,
+    PictureGone,
+    QueueFull,
+    Unsupported,
+)
 from services.api.metrics import Metrics
 from services.api.model_folder import DOCUMENT_SUFFIX, ModelFolder, thinks
 from services.api.parsers.answer import AnswerParser, TextParser
@@ -132,8 +143,20 @@ class Chats:
         return await self._try_answer(request, caller, choice)
 
     async def _try_answer(self, request: ChatRequest, caller: Caller, choice: int) -> Answer:
+        """On the engine that owns the dialog, or on another one if that is gone or full."""
+        trouble: ApiError | None = None
+        async for engine, info in self.engines.answering(_owner(request)):
+            try:
+                return await self._answer_at(engine, info, request, caller, choice)
+            except (EngineLost, QueueFull) as error:
+                trouble = error
+        assert trouble is not None
+        raise trouble
+
+    async def _answer_at(
+        self, engine: Engine, info: pb.InfoResponse, request: ChatRequest, caller: Caller, choice: int
+    ) -> Answer:
         began = time.perf_counter()
-        engine, info = await self.engines.pick()
         parts = self._parts(request, info)
         prompt = await self._render(engine, info, parts, request)
         plan = await self.snapshots.plan(prompt, info)
@@ -251,6 +274,13 @@ class Chats:
             user=caller.user,
             pictures=picture_refs(plan.ids, self.folder.tokenizer.added, plan.shown),
         )
+
+
+def _owner(request: ChatRequest) -> bytes:
+    roles = [message.role for message in request.messages]
+    first = request.messages[: roles.index("user") + 1 if "user" in roles else None]
+    tools = [tool.model_dump(mode="json", exclude_none=True) for tool in request.usable_tools]
+    return owner_of([message.model_dump(mode="json", exclude_none=True) for message in first], tools)
 
 
 def template_options(request: ChatRequest, model_thinks: bool) -> dict[str, Any]:

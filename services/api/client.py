@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 INFO_TIMEOUT_S = 2.0
 INFO_AGE_S = 5.0
+FAILED_S = 5.0  # how long one that failed is asked after the others
 ADMISSION_S = 1.0  # an engine says at once whether it takes a request in; after this a stream begins anyway
 FORM_S = 15.0  # the same, where it works out a grammar before
 CHANNEL_OPTIONS = [
@@ -54,18 +55,32 @@ class Engine:
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._info: pb.InfoResponse | None = None
         self._asked = 0.0
+        self._failed_at = float("-inf")
+
+    @property
+    def failed_lately(self) -> bool:
+        return time.monotonic() - self._failed_at < FAILED_S
 
     async def info(self, age_s: float = INFO_AGE_S) -> pb.InfoResponse:
         """Raises EngineLost or another ApiError."""
         if self._info is None or time.monotonic() - self._asked > age_s:
-            self._info = None
-            with _translated():
-                self._info = await self._stub.Info(pb.InfoRequest(), timeout=INFO_TIMEOUT_S)
-            self._asked = time.monotonic()
+            self.forget_info()
+            try:
+                with _translated():
+                    self._info = await self._stub.Info(pb.InfoRequest(), timeout=INFO_TIMEOUT_S)
+            except ApiError:
+                self.note_failure()
+                raise
+            self._asked, self._failed_at = time.monotonic(), float("-inf")
         return self._info
 
     def forget_info(self) -> None:
         self._info = None
+
+    def note_failure(self) -> None:
+        """It is gone, or seems to be."""
+        self._info = None
+        self._failed_at = time.monotonic()
 
     async def serving(self) -> bool:
         """What the engine's own health service says."""
@@ -84,26 +99,6 @@ class Engine:
 
     async def close(self) -> None:
         await self._channel.close(grace=None)
-
-
-class Engines:
-    """All addresses; the first that answers serves."""
-
-    def __init__(self, addresses: Sequence[str]) -> None:
-        self._engines = [Engine(address) for address in addresses]
-
-    async def pick(self, age_s: float = INFO_AGE_S) -> tuple[Engine, pb.InfoResponse]:
-        """Raises the last engine's error if none answers."""
-        trouble: ApiError = EngineLost("no engine is configured")
-        for engine in self._engines:
-            try:
-                return engine, await engine.info(age_s)
-            except ApiError as error:
-                trouble = error if isinstance(error, EngineLost) else EngineLost(f"the engine does not answer: {error}")
-        raise trouble
-
-    async def close(self) -> None:
-        await asyncio.gather(*(engine.close() for engine in self._engines))
 
 
 class Generation:
@@ -130,7 +125,7 @@ class Generation:
                 with _translated():
                     message = await self._call.read()
             except EngineLost:
-                self._engine.forget_info()
+                self._engine.note_failure()
                 raise
             except asyncio.InvalidStateError as error:
                 raise EngineFailed("the call to the engine was given up") from error
@@ -185,5 +180,5 @@ class Generation:
         call = self._call
         error = _api_error(await call.code(), await call.details(), await call.trailing_metadata())
         if isinstance(error, EngineLost):
-            self._engine.forget_info()
+            self._engine.note_failure()
         raise error

@@ -25,9 +25,7 @@ class ApiConfig:
         "",
         "folder with tokenizer.json, tokenizer_config.json, chat_template.jinja, generation_config.json",
     )
-    engines: str = setting(
-        "127.0.0.1:8600", "", "gRPC addresses of engines, with commas; the first that answers serves"
-    )
+    engines: str = setting("127.0.0.1:8600", "", "gRPC addresses of engines, with commas; a name may stand for several")
     host: str = setting("127.0.0.1", "", "address that HTTP listens on")
     port: int = setting(8000, "", "port of HTTP; 0: any free one, printed at start")
     api_key: str = setting("", "", "key that clients must send as a bearer token; empty: none is asked for")

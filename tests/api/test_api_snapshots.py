@@ -195,7 +195,7 @@ def test_letters_of_special_tokens_are_another_text(
 def test_another_engine_build_is_another_beginning(remembering: RunningApi, engine: ScriptedEngine) -> None:
     reply, _ = turn(remembering, engine, system(), user("a"))
     engine.fingerprint = "beef" * 8
-    remembering.app.state.chats.engines._engines[0].forget_info()
+    remembering.app.state.chats.engines._engines[engine.address].forget_info()
     _, executed = turn(remembering, engine, system(), user("a"), assistant(reply), user("b"))
     assert executed == len(engine.calls[-1].start.ids)
 
