@@ -253,6 +253,8 @@ class Handle:
         self._engine.post(lambda scheduler, sequence: sequence.choosing.stop_thinking(), self._sequence)
 
     def cancel(self) -> None:
-        """A request that is not over ends with Failed(CancelledError); a finished one lets go of its snapshots."""
+        """A request that is not over ends with Failed(CancelledError); a finished one lets go of its snapshots. A step
+        that works for cancelled requests alone breaks off before its next layer."""
+        self._sequence.unwanted = True
         gone = CancelledError("the request was cancelled by its client")
         self._engine.post(lambda scheduler, sequence: scheduler.drop(sequence, gone), self._sequence)

@@ -102,6 +102,9 @@ class Scheduler:
         """An exception inside ends these sequences and nothing else: the engine goes on."""
         try:
             yield
+        except GaveWay:
+            for sequence in sequences:
+                self.drop(sequence, CancelledError("the request was cancelled by its client"))
         except Exception as error:
             log.exception("failed: requests %s", [sequence.request.request_id[:64] for sequence in sequences])
             for sequence in sequences:
@@ -258,8 +261,10 @@ class Scheduler:
         assert state is not None
         ids = sequence.next_chunk(self.chunk_tokens)
         try:
-            logits = self._forward("prefill", [(sequence, ids)], self.pressing if sequence.request.idle else None)
+            logits = self._forward("prefill", [(sequence, ids)])
         except GaveWay:
+            if sequence.unwanted:
+                raise
             return self._put_off(sequence)
         sequence.executed_tokens += len(ids)
         (self.metrics.idle_tokens if sequence.request.idle else self.metrics.prompt_tokens).inc(len(ids))
@@ -276,9 +281,12 @@ class Scheduler:
             self._sample(sequence, logits[0])
         return None
 
-    def _forward(
-        self, phase: str, batch: list[tuple[Sequence, list[int]]], give_way: Callable[[], bool] | None = None
-    ) -> Tensor:
+    def _forward(self, phase: str, batch: list[tuple[Sequence, list[int]]]) -> Tensor:
+        """Raises GaveWay: nobody wants the result any more, or something came that this idle work gives way to."""
+
+        def give_way() -> bool:
+            return all(sequence.unwanted or (sequence.request.idle and self.pressing()) for sequence, _ in batch)
+
         segments = [
             Segment(sequence.state, ids, sequence.rows(len(ids)))
             for sequence, ids in batch

@@ -34,6 +34,7 @@ class Sequence:
         self.generated_tokens = 0
         self.last_id = 0  # sampled, not fed yet
         self.stopping = False  # the client asked to end the answer
+        self.unwanted = False  # the client is gone: set by any thread, so that a step under way can break off
         self.over = False  # finished, failed or dropped: in no list any more
         self.owed: list[Stored] = []  # pinned until the client has them or is gone
         self.submitted_at = time.perf_counter()

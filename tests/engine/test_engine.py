@@ -79,7 +79,7 @@ def test_beyond_the_queue_requests_are_refused() -> None:
 
 
 @pytest.mark.parametrize("call_number", [2, 6], ids=["while the prompt is read", "while it answers"])
-def test_cancel_frees_everything_at_the_next_step(call_number: int) -> None:
+def test_cancel_frees_everything_at_the_next_layer(call_number: int) -> None:
     with toy() as t:
         gate = Gate()
         t.model.before = gate
@@ -89,11 +89,27 @@ def test_cancel_frees_everything_at_the_next_step(call_number: int) -> None:
         call.handle.cancel()
         gate.open()
         assert isinstance(call.fail().error, CancelledError)
-        assert len(t.model.calls) == call_number, "only the call under way was finished"
+        assert len(t.model.calls) == call_number
+        assert t.experts.now.hits == sum(sum(ids) for ids in t.model.calls[:-1]), "the call under way broke off"
         assert t.pool.free == t.pool.total
         assert t.value("request_failures_total", code="cancelled") == 1
         call.handle.cancel()  # twice is no error
         assert t.ask(GOOD).finish()
+
+
+def test_a_step_that_others_need_goes_on() -> None:
+    with toy() as t:
+        gate = Gate()
+        t.model.before = gate
+        gone, stays = (t.ask(replace(GOOD, max_tokens=20)) for _ in range(2))
+        gate.hold(12)
+        assert t.model.calls[-1] == [1, 1], "both answer"
+        gone.handle.cancel()
+        gate.open()
+        gone.fail()
+        assert stays.finish()
+        assert stays.tokens == answer(list(PROMPT), 20)
+        assert t.experts.now.hits == sum(sum(ids) for ids in t.model.calls), "nothing was computed twice or left out"
 
 
 def test_a_waiting_request_can_be_cancelled_and_its_neighbours_go_on() -> None:
