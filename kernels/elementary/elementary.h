@@ -22,10 +22,24 @@ constexpr int EXP_TERMS = 11, LOG_TERMS = 10;
 constexpr double EXP_SERIES[EXP_TERMS] = {1.0,         1.0,          1.0 / 2,       1.0 / 6,        1.0 / 24,     1.0 / 120,
                                           1.0 / 720,   1.0 / 5040,   1.0 / 40320,   1.0 / 362880,   1.0 / 3628800};
 
-// e^x, for |x| up to 200. Without a condition in it, so that any compiler can run several side by side.
-THIMBLE_INLINE double exp_within(double x) {
+// x within -200 to 200, a NaN as it is. In integers: of comparisons of numbers a compiler makes branches, since they may
+// trap, and then cannot run several side by side.
+THIMBLE_INLINE double within_200(double x) {
+  constexpr int64_t SIGN = INT64_MIN, LIMIT = 0x4069000000000000;  // the bits of 200.0
+  constexpr int64_t INFINITE = 0x7FF0000000000000, QUIET = 0x7FF8000000000000;
+  int64_t bits;
+  std::memcpy(&bits, &x, 8);
+  const int64_t size = bits & ~SIGN, is_nan = (INFINITE - size) >> 63;
+  bits = (size < LIMIT ? size : LIMIT) | (is_nan & QUIET) | (bits & SIGN);
+  std::memcpy(&x, &bits, 8);
+  return x;
+}
+
+// e^x, for |x| beyond 200 that of 200.
+THIMBLE_INLINE double exp_of(double x) {
   constexpr double LN_2 = 0.6931471805599453, LOG2_E = 1.0 / LN_2;
   constexpr double WHOLE = 0x1.8p52;  // adding it leaves no bits for a fraction: rounds to the nearest, half to even
+  x = within_200(x);
   const double shifted = x * LOG2_E + WHOLE;
   const double n = shifted - WHOLE;
   const double r = x - n * LN_2;
@@ -37,13 +51,6 @@ THIMBLE_INLINE double exp_within(double x) {
   double power;
   std::memcpy(&power, &bits, 8);
   return series * power;
-}
-
-// e^x, for |x| beyond 200 that of 200.
-THIMBLE_INLINE double exp_of(double x) {
-  x = x < -200.0 ? -200.0 : x;
-  x = x > 200.0 ? 200.0 : x;
-  return exp_within(x);
 }
 
 THIMBLE_INLINE float sigmoid(float x) { return float(1.0 / (exp_of(-double(x)) + 1.0)); }

@@ -1,4 +1,4 @@
-// Logits as C++ reads them: in blocks, with the forbidden ids at -inf; their order, extent and first maximum.
+// Logits as C++ reads them: in blocks, with the forbidden ids at -inf; their order and extent.
 #pragma once
 
 #include <algorithm>
@@ -81,18 +81,6 @@ inline Extent extent_of(const Logits& logits) {
   Extent extent;
   extend(logits, &extent);
   return extent;
-}
-
-THIMBLE_CLONES int64_t first_of(Logits logits, float top) {
-  float scratch[BLOCK];
-  for (int64_t start = 0; start < logits.ids; start += BLOCK) {
-    const int64_t count = std::min(BLOCK, logits.ids - start);
-    const float* x = logits.block(start, count, scratch);
-    int32_t found = 0;
-    for (int64_t i = 0; i < count; i++) found |= x[i] == top;
-    if (found) return start + (std::find(x, x + count, top) - x);
-  }
-  return -1;
 }
 
 }  // namespace

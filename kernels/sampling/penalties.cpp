@@ -16,11 +16,7 @@ struct Rank {
 
 // The sum of e^(x - top) over all ids, folded as kernels/elementary/reference.py's total; uses up `shares` [ids].
 THIMBLE_CLONES double sum_of_shares(const float* x, int64_t ids, float top, double* shares) {
-  for (int64_t i = 0; i < ids; i++) {
-    const double below = double(x[i] - top);
-    shares[i] = below > -200.0 ? below : -200.0;
-  }
-  for (int64_t i = 0; i < ids; i++) shares[i] = double(float(exp_within(shares[i])));
+  for (int64_t i = 0; i < ids; i++) shares[i] = double(float(exp_of(double(x[i] - top))));
   total_rows(shares, ids, 1);
   return shares[0];
 }

@@ -44,13 +44,10 @@ int64_t mass_of(float share) { return int64_t(double(share) * WHOLE); }
 
 // e^((x - top) / temperature), in float32, of each.
 THIMBLE_INLINE void shares_of(const float* x, int64_t count, float top, double temperature, float* share) {
-  double below[BLOCK];
   if (temperature == 1.0)
-    for (int64_t i = 0; i < count; i++) below[i] = double(x[i] - top);
+    for (int64_t i = 0; i < count; i++) share[i] = float(exp_of(double(x[i] - top)));
   else
-    for (int64_t i = 0; i < count; i++) below[i] = double(x[i] - top) / temperature;
-  for (int64_t i = 0; i < count; i++) below[i] = below[i] > -200.0 ? below[i] : -200.0;
-  for (int64_t i = 0; i < count; i++) share[i] = float(exp_within(below[i]));
+    for (int64_t i = 0; i < count; i++) share[i] = float(exp_of(double(x[i] - top) / temperature));
 }
 
 // A bucket's number never falls while logits fall: subtraction, product and rounding keep order.
@@ -176,6 +173,18 @@ double uniform(uint64_t seed, uint64_t position) {
     k[1] += 0xBB67AE85;
   }
   return double((uint64_t(c[0] >> 5) << 26) + (c[1] >> 6)) * 0x1p-53;
+}
+
+THIMBLE_CLONES int64_t first_of(Logits logits, float top) {
+  float scratch[BLOCK];
+  for (int64_t start = 0; start < logits.ids; start += BLOCK) {
+    const int64_t count = std::min(BLOCK, logits.ids - start);
+    const float* x = logits.block(start, count, scratch);
+    int32_t found = 0;
+    for (int64_t i = 0; i < count; i++) found |= x[i] == top;
+    if (found) return start + (std::find(x, x + count, top) - x);
+  }
+  return -1;
 }
 
 float bucket_scale(float top, const Extent& extent, double temperature) {
