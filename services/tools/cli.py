@@ -31,6 +31,7 @@ SUBCOMMANDS = {
     "ledger": Subcommand("services.tools.ledger", "what a model takes of a graphics card's memory, and what fits"),
     "plan": Subcommand("services.tools.plan", "what a machine will do with the model: memory, speed, what would help"),
     "doctor": Subcommand("services.tools.doctor", "what is wrong with this machine, and what to do about it"),
+    "report": Subcommand("services.tools.report", "one file about how this machine does, without private data"),
     "spread": Subcommand("services.tools.spread", "copy a store's blocks to a further disk, so that both are read"),
     "record": Subcommand("services.tools.record", "traces of routing of a few dialogs with a store's model"),
     "simulate": Subcommand("services.tools.simulate", "a trace replayed with other sizes of RAM: hits, reads, speed"),
