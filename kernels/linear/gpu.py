@@ -83,16 +83,23 @@ class Norm:
 
 
 def tiling(form: str, rows: int, columns: int, tokens: int) -> Tiling:
-    """The fixed configuration of a shape class."""
+    """The fixed configuration of a shape class, from `thimble bench dense --sweep` at the real model's shapes."""
     steps = columns // (_VALUES[form] * 128)
-    tile = 4 if rows < 4096 else 8
-    return Tiling(max(2, tile // triton.next_power_of_2(tokens)), 4, ahead=steps > 1)
+    tile, warps, ahead = 4 if rows < 4096 or columns > 4096 else 8, 4, steps > 1
+    if form == "NVFP4" and columns > 4096:
+        tile, warps, ahead = 2, 2, True
+    elif form == "NVFP4" and rows >= 65536:
+        tile, warps = 8, 2
+    elif columns <= 1024:
+        tile = 2
+    return Tiling(max(2, tile // triton.next_power_of_2(tokens)), warps, ahead)
 
 
 FINGERPRINT = "triton-f32 " + " ".join(
-    f"{form}:{tiling(form, 1 << 12, columns, 1).warps}{'a' if tiling(form, 1 << 12, columns, 1).ahead else ''}"
+    f"{form}:{made.warps}{'a' if made.ahead else ''}"
     for form in _VALUES
-    for columns in (1024, 4096, 5376, 8192)
+    for rows, columns in ((4096, 1024), (4096, 4096), (4096, 5376), (4096, 8192), (1 << 17, 4096))
+    for made in [tiling(form, rows, columns, 1)]
 )
 
 

@@ -25,7 +25,7 @@ from services.engine.experts.warm import NAME, OFF, WarmSet
 from services.engine.fingerprint import arithmetic_fingerprint
 from services.engine.gpu.memory import DeviceState
 from services.engine.gpu.model import arithmetic_path
-from services.engine.gpu.open import Sizes, open_device, usable_device
+from services.engine.gpu.open import AWAKE_US, Sizes, open_device, usable_device
 from services.engine.grammar import Grammars
 from services.engine.metrics import Metrics
 from services.engine.model import Model
@@ -41,7 +41,6 @@ from services.engine.vision.cache import PictureCache
 from services.engine.vision.sight import Sight
 
 SYNTHETIC = "synthetic"
-AWAKE_US = 2000  # workers do not fall asleep between the layers of a GPU's token
 DEVICE_CHUNK_TOKENS = 8  # a GPU reads a prompt token by token: a longer piece would hold up those that answer
 
 

@@ -15,6 +15,7 @@ from services.engine.experts.store import Store
 from services.engine.experts.streamer import catalog
 from services.engine.gpu.decoder import Decoder, Placement, Row
 from services.engine.gpu.memory import DevicePool, DeviceState
+from services.engine.gpu.open import AWAKE_US
 from services.engine.gpu.token import Replay
 from services.engine.gpu.weights import DeviceWeights
 from services.tools.expert_rig import Method
@@ -22,14 +23,13 @@ from services.tools.gpu_events import Event, record
 from services.tools.replay import Trace
 from services.tools.token_parts import Sums, sums
 
-SPIN_US = 2000  # workers stay awake between the layers of a token
 READERS = 8
 
 
 def filled_host(store: Store, threads: int, resident: int) -> Host:
     """A host whose slots hold the first `resident` experts of every layer. The caller closes it."""
     layers, latent = len(store.blocks), store.layout.latent
-    host = Host(catalog(store), Workers(threads, SPIN_US), slots=layers * resident, readers=READERS)
+    host = Host(catalog(store), Workers(threads, AWAKE_US), slots=layers * resident, readers=READERS)
     ids = torch.arange(resident, dtype=torch.int32).view(1, -1)
     for layer in range(layers):
         host.step(layer, ids, torch.ones(ids.shape), torch.ones(1, latent))

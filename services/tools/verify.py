@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
+from kernels.workers.pool import SPIN_US
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import open_experts
-from services.engine.gpu.open import Sizes, open_device
+from services.engine.gpu.open import AWAKE_US, Sizes, open_device
 from services.engine.model import Model
 from services.engine.pages import pages_for
 from services.tools import controls, figures, oracle, oracle_layers
@@ -118,7 +119,7 @@ def measure_by_layer(
 def running(store: Store, device: str) -> Iterator[Network]:
     fitting = _available_bytes() // 2 // store.layout.block_bytes
     slots = min(sum(map(len, store.blocks)), fitting)
-    experts = open_experts(store, slots=slots)
+    experts = open_experts(store, slots=slots, spin_us=AWAKE_US if device == "cuda" else SPIN_US)
     try:
         if device == "cuda":
             pages = pages_for(CONTEXT_TOKENS)

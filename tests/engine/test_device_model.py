@@ -10,8 +10,7 @@ from torch import Tensor
 
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import open_experts
-from services.engine.gpu.open import Device, Sizes, open_device
-from services.engine.load import AWAKE_US
+from services.engine.gpu.open import AWAKE_US, Device, Sizes, open_device
 from services.engine.model import Model, Segment
 from services.engine.snapshots.payload import PayloadFormat
 from services.engine.state import State

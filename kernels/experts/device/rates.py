@@ -4,6 +4,7 @@ are held against, and what the first guess at a split comes from; nothing is com
 
 import ctypes
 import time
+from itertools import cycle
 
 import torch
 
@@ -19,9 +20,13 @@ class ReadRates:
 
     def __init__(self, slots: SharedSlots) -> None:
         self.host = slots.host
-        self.start, size_bytes = self.host.memory()
-        self.size_bytes = min(size_bytes, MOST_BYTES) // PIECE_BYTES * PIECE_BYTES
-        if not self.size_bytes:
+        found: list[tuple[int, int]] = []
+        for start, size_bytes in slots.pieces:
+            for at in range(0, size_bytes, PIECE_BYTES):
+                found.append((start + at, min(PIECE_BYTES, size_bytes - at)))
+        self.pieces = found[: MOST_BYTES // PIECE_BYTES]
+        self.size_bytes = sum(size_bytes for _, size_bytes in self.pieces)
+        if self.size_bytes < PIECE_BYTES:
             raise ValueError(f"rates are measured on at least {PIECE_BYTES >> 20} MiB of expert slots")
         self.there = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cuda")
         self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -30,7 +35,8 @@ class ReadRates:
 
     def cpu(self) -> float:
         begun = time.perf_counter()
-        self._read(self.start, self.size_bytes)
+        for start, size_bytes in self.pieces:
+            self._read(start, size_bytes)
         return self.size_bytes / (time.perf_counter() - begun) / 1e9
 
     def copy(self) -> float:
@@ -49,9 +55,11 @@ class ReadRates:
         self._copy_all()
         done.record(self.stream)
         read_bytes = 0
-        while not done.query():  # type: ignore[no-untyped-call]
-            self._read(self.start + read_bytes % self.size_bytes, PIECE_BYTES)
-            read_bytes += PIECE_BYTES
+        for start, size_bytes in cycle(self.pieces):
+            if done.query():  # type: ignore[no-untyped-call]
+                break
+            self._read(start, size_bytes)
+            read_bytes += size_bytes
         seconds = time.perf_counter() - begun
         return read_bytes / seconds / 1e9, self.size_bytes / seconds / 1e9
 
@@ -67,8 +75,8 @@ class ReadRates:
         )
 
     def _copy_all(self) -> None:
-        for piece in range(0, self.size_bytes, PIECE_BYTES):
-            _copy_to_device(self.there.data_ptr(), self.start + piece, PIECE_BYTES, self.stream.cuda_stream)
+        for start, size_bytes in self.pieces:
+            _copy_to_device(self.there.data_ptr(), start, size_bytes, self.stream.cuda_stream)
 
 
 def _copy_to_device(to: int, start: int, size_bytes: int, stream: int) -> None:

@@ -68,13 +68,13 @@ class SharedSlots:
         self.start, size_bytes = host.memory()
         block_bytes = host.catalog.layout.block_bytes
         step_bytes = max(1, LOCKED_AT_ONCE_BYTES // block_bytes) * block_bytes
-        self._locked: list[int] = []
+        self.pieces: list[tuple[int, int]] = []  # address and bytes of each; no copy may cross from one to the next
         done, status = 0, 0
         while done < size_bytes and not status:
             count = min(step_bytes, size_bytes - done)
             status = int(torch.cuda.cudart().cudaHostRegister(self.start + done, count, 0))  # type: ignore[no-untyped-call]
             if not status:
-                self._locked.append(self.start + done)
+                self.pieces.append((self.start + done, count))
                 done += count
         if not status:
             return
@@ -93,8 +93,8 @@ class SharedSlots:
         )
 
     def close(self) -> None:
-        while self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self._locked.pop())  # type: ignore[no-untyped-call]
+        while self.pieces:
+            torch.cuda.cudart().cudaHostUnregister(self.pieces.pop()[0])  # type: ignore[no-untyped-call]
 
 
 class Turns:

@@ -21,7 +21,7 @@ from services.engine.gpu.memory import DevicePool
 from services.engine.gpu.model import DeviceModel
 from services.engine.gpu.weights import DeviceWeights
 
-SPIN_US = 2000  # workers stay awake between the layers of a token
+AWAKE_US = 2000  # workers stay awake between the layers of a token
 
 
 @dataclass(frozen=True)
