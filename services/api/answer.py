@@ -44,6 +44,16 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class PromptProgress:
+    """How far the prompt is read. `done_tokens` include the restored ones."""
+
+    total_tokens: int
+    cached_tokens: int
+    done_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Done:
     finish_reason: str  # stop, length, tool_calls, or cancelled
     usage: Usage
@@ -90,6 +100,7 @@ class Asked:
     parser: AnswerParser | TextParser
     logprobs: bool
     began: float  # time.perf_counter() when it came
+    progress: bool = False  # is told while the prompt is read
 
 
 class Answer:
@@ -130,15 +141,21 @@ class Answer:
     def prompt_tokens(self) -> int:
         return len(self._asked.plan.ids)
 
-    async def events(self) -> AsyncGenerator[Delta | Done, None]:
-        """Deltas, none of them empty, then Done. Raises ApiError if the engine fails on the way."""
+    async def events(self) -> AsyncGenerator[PromptProgress | Delta | Done, None]:
+        """Progress if it was asked for, deltas, none of them empty, then Done. Raises ApiError if the engine fails."""
         self._metrics.in_progress.inc()
         finish: pb.Finish | None = None
+        reading_from = self._asked.began
         try:
             async for message in self._generation.messages():
                 kind = message.WhichOneof("message")
                 if kind == "restore":
                     await self._restore(message.restore)
+                    if self._asked.progress and message.restore.source != pb.Restore.SEND:
+                        reading_from = time.perf_counter()
+                        yield self._progress(self._restored_tokens, 0.0)
+                elif kind == "progress" and self._asked.progress:
+                    yield self._progress(message.progress.done_tokens, time.perf_counter() - reading_from)
                 elif kind == "token":
                     for delta in self._token(message.token):
                         yield delta
@@ -176,6 +193,9 @@ class Answer:
     async def stop_thinking(self) -> bool:
         """False if it is too late."""
         return not self._handed_over and await self._generation.stop_thinking()
+
+    def _progress(self, done_tokens: int, seconds: float) -> PromptProgress:
+        return PromptProgress(self.prompt_tokens, self._restored_tokens, done_tokens, seconds)
 
     def _token(self, token: pb.Token) -> list[Delta]:
         now = time.perf_counter()

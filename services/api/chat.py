@@ -173,7 +173,8 @@ class Chats:
         start.low_priority = background
         schemas = {tool.function.name: tool.function.parameters or {} for tool in request.usable_tools}
         parser = AnswerParser(prompt.starts_thinking, schemas or None, request.stops)
-        asked = Asked(parts.messages, parts.tools, parts.options, plan, parser, bool(request.logprobs), began)
+        progress = bool(request.stream and request.return_progress)
+        asked = Asked(parts.messages, parts.tools, parts.options, plan, parser, bool(request.logprobs), began, progress)
         return await self._begin(engine, info, start, asked, form)
 
     async def _open_text_answer(
@@ -189,7 +190,9 @@ class Chats:
         plan = self.snapshots.unkept(ids, info)
         self.metrics.prompt_s.observe(time.perf_counter() - began)
         start = self._start(request, caller, plan, info, choice, request.logprobs, None, request.form)
-        asked = Asked((), (), {}, plan, TextParser(request.stops), request.logprobs is not None, began)
+        progress = bool(request.stream and request.return_progress)
+        parser = TextParser(request.stops)
+        asked = Asked((), (), {}, plan, parser, request.logprobs is not None, began, progress)
         return await self._begin(engine, info, start, asked, request.form)
 
     async def _begin(

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
-from services.api.answer import Answer, Done
+from services.api.answer import Answer, Done, PromptProgress
 from services.api.errors import ApiError
 from services.api.parsers.answer import Delta
 
@@ -24,7 +24,7 @@ class Choices:
         self._closed = False
         self._cancelled = False
 
-    async def events(self) -> AsyncGenerator[tuple[int, Delta | Done], None]:
+    async def events(self) -> AsyncGenerator[tuple[int, PromptProgress | Delta | Done], None]:
         """The number of the answer and what it says. Raises ApiError if the engine fails on the way."""
         for index in range(self.count):
             if index:

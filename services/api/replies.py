@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from services.api.answer import Done, Usage
+from services.api.answer import Done, PromptProgress, Usage
 from services.api.choices import Choices
 from services.api.parsers.answer import Content, Delta, Reasoning
 from services.api.parsers.tool_calls import CallStart
@@ -34,6 +34,9 @@ class ChatReply:
 
     def piece(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         return [self._chunk(index, _delta(delta))]
+
+    def progress(self, index: int, progress: PromptProgress) -> list[dict[str, Any]]:
+        return [self._chunk(index, {}) | {"prompt_progress": prompt_progress(progress)}]
 
     def last(self, index: int, done: Done) -> list[dict[str, Any]]:
         """The chunk that says why a choice ended."""
@@ -86,6 +89,16 @@ def _delta(delta: Delta) -> dict[str, Any]:
         function = {"name": delta.name, "arguments": ""}
         return {"tool_calls": [{"index": delta.index, "id": delta.id, "type": "function", "function": function}]}
     return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.json}}]}
+
+
+def prompt_progress(progress: PromptProgress) -> dict[str, Any]:
+    """Named as llama.cpp's."""
+    return {
+        "total": progress.total_tokens,
+        "cache": progress.cached_tokens,
+        "processed": progress.done_tokens,
+        "time_ms": round(progress.seconds * 1e3, 3),
+    }
 
 
 def together(counts: Sequence[Usage]) -> Usage:

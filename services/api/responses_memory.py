@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
-from services.api.answer import Done
+from services.api.answer import Done, PromptProgress
 from services.api.choices import Choices
 from services.api.errors import ApiError, NotFound
 from services.api.messages import Message
@@ -92,7 +92,7 @@ async def _make(reply: ResponseReply, choices: Choices, on_error: Callable[[Exce
         async for index, event in events:
             if isinstance(event, Done):
                 reply.last(index, event)
-            else:
+            elif not isinstance(event, PromptProgress):
                 reply.piece(index, event)
     except Exception as error:
         reply.fail(on_error(error))

@@ -50,6 +50,7 @@ class ChatRequest(Sampling, Structured):
     messages: list[Message] = Field(min_length=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = None  # a stream tells how far the prompt is read
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)

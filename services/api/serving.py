@@ -4,12 +4,12 @@ all flavours do alike: reading the body, the order of a reply's parts, and that 
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from services.api.answer import Done
+from services.api.answer import Done, PromptProgress
 from services.api.choices import Choices
 from services.api.errors import ClientGone, InvalidRequest
 from services.api.parsers.answer import Delta
@@ -33,6 +33,13 @@ class Reply(Protocol):
 
     def whole(self, dones: Sequence[Done]) -> dict[str, Any]:
         """All of it as one object."""
+
+
+@runtime_checkable
+class ShowsProgress(Protocol):
+    """A flavour that can tell how far a prompt is read."""
+
+    def progress(self, index: int, progress: PromptProgress) -> list[dict[str, Any]]: ...
 
 
 async def respond(request: Request, choices: Choices, reply: Reply, stream: bool, wire: Wire = OPENAI) -> Response:
@@ -95,6 +102,8 @@ async def _events(choices: Choices, reply: Reply) -> AsyncGenerator[dict[str, An
                 values = reply.last(index, event)
                 if index + 1 < choices.count:
                     values += reply.first(index + 1)
+            elif isinstance(event, PromptProgress):
+                values = reply.progress(index, event) if isinstance(reply, ShowsProgress) else []
             else:
                 values = reply.piece(index, event)
             for value in values:

@@ -9,11 +9,11 @@ from typing import Any
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from services.api.answer import Done
+from services.api.answer import Done, PromptProgress
 from services.api.choices import Choices
 from services.api.messages import Message, Tool
 from services.api.parsers.answer import Content, Delta
-from services.api.replies import of_prompts, timings, usage
+from services.api.replies import of_prompts, prompt_progress, timings, usage
 from services.api.sampling import Sampling
 from services.api.schemas import MOST_LOGPROBS, StreamOptions, refuse_what_is_not_built
 from services.api.structured import Structured
@@ -29,6 +29,7 @@ class CompletionRequest(Sampling, Structured):
     prompt: str | list[int] | list[str] | list[list[int]]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
     user: str | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
 
@@ -96,6 +97,9 @@ class TextReply:
     def piece(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         assert isinstance(delta, Content), "nothing else is looked for in a text"
         return [self._chunk([self._choice(index, delta.text, None)])]
+
+    def progress(self, index: int, progress: PromptProgress) -> list[dict[str, Any]]:
+        return [self._chunk([self._choice(index, "", None)]) | {"prompt_progress": prompt_progress(progress)}]
 
     def last(self, index: int, done: Done) -> list[dict[str, Any]]:
         return [self._chunk([self._choice(index, "", done.finish_reason)]) | {"timings": timings(done.usage)}]

@@ -155,6 +155,7 @@ class ScriptedEngine(rpc.EngineServicer):
         yield from self._restore(call, inbox)
         yield pb.GenerateOut(progress=pb.Progress(done_tokens=call.restored_tokens, total_tokens=len(ids)))
         self._wait(self.prompt_s, context)
+        yield pb.GenerateOut(progress=pb.Progress(done_tokens=len(ids), total_tokens=len(ids)))
         answer: list[int] = []
         reason = pb.Finish.LENGTH
         if start.idle:

@@ -176,3 +176,24 @@ def test_metrics_count_what_was_done(api: RunningApi, engine: ScriptedEngine) ->
     assert 'thimble_api_http_requests_total{method="POST",route="/v1/chat/completions",status="200"} 2.0' in text
     assert 'thimble_api_http_requests_total{method="POST",route="/v1/chat/completions",status="400"} 1.0' in text
     assert "thimble_api_build_info{" in text
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_progress_of_the_prompt_if_it_is_asked_for(api: RunningApi, engine: ScriptedEngine, path: str) -> None:
+    def told(**more: Any) -> list[dict[str, Any]]:
+        body = {"model": "demo", "stream": True, **more}
+        body |= {"prompt": "Hi there"} if path == "/v1/completions" else BODY
+        raw = api.client.post(path, json=body).text
+        chunks = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith("data: {")]
+        assert all(chunk["choices"] for chunk in chunks), "no chunk without choices but the usage"
+        return [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
+
+    engine.prompt_s = 0.2
+    found = told(return_progress=True)
+    total = len(engine.calls[-1].start.ids)
+    assert len(found) == 3
+    assert [(one["total"], one["cache"]) for one in found] == [(total, 0)] * 3
+    assert [one["processed"] for one in found] == [0, 0, total]
+    assert found[0]["time_ms"] == 0
+    assert 200 <= found[-1]["time_ms"] < 5000
+    assert told() == told(return_progress=False) == []
