@@ -33,7 +33,6 @@ class Report:
     decoded: int = 0
     refused: int = 0
     slowest_batch_s: float = 0.0
-    peak_bytes: int = 0  # resident, of the largest decoder
     findings: list[tuple[str, bytes]] = field(default_factory=list)
 
 
@@ -131,9 +130,6 @@ def fuzz(seconds: float, seed: int, program: Path = decoder.PROGRAM, most_s: flo
         if trouble:
             found = _narrowed(pictures, program, most_s)
             report.findings += found or ([] if trouble == HANG else [(f"only in a batch: {trouble}", b"")])
-    report.peak_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    if report.peak_bytes > decoder.MEMORY_BYTES:
-        report.findings.append((f"{report.peak_bytes} bytes of memory", b""))
     return report
 
 
@@ -145,10 +141,13 @@ def _narrowed(pictures: list[bytes], program: Path, most_s: float) -> list[tuple
 def main() -> int:
     minutes, seed = float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
     report = fuzz(60 * minutes, seed)
+    peak_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024  # this process has no other children
+    if peak_bytes > decoder.MEMORY_BYTES:
+        report.findings.append((f"{peak_bytes} bytes of memory", b""))
     print(
         f"{report.cases} damaged pictures in {minutes:g} minutes, seed {seed}: {report.decoded} decoded, "
         f"{report.refused} refused, slowest batch of {BATCH} {report.slowest_batch_s:.1f} s, largest decoder "
-        f"{report.peak_bytes / 1e6:.0f} MB, findings: {len(report.findings)}"
+        f"{peak_bytes / 1e6:.0f} MB, findings: {len(report.findings)}"
     )
     folder = Path(tempfile.mkdtemp(prefix="thimble-fuzz-")) if report.findings else Path()
     for number, (trouble, picture) in enumerate(report.findings):
