@@ -14,6 +14,7 @@ BENCHMARKS = {
     "experts": ("services.tools.bench_experts", "a layer's routed experts on GPU and CPU, every placement in one run"),
     "sampling": ("services.tools.bench_sampling", "from logits to an id, beside the definition"),
     "decode": ("services.tools.bench_decode", "whole tokens on GPU and CPU: the published method, ours, and the floor"),
+    "snapshots": ("services.tools.bench_snapshots", "a dialog's state from Redis and from memory, beside a raw read"),
     "dense": ("services.tools.bench_dense", "every dense kernel of a decoded token on the GPU, against its bytes"),
 }
 

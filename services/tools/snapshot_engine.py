@@ -1,0 +1,119 @@
+"""An engine whose states have the real model's shape and whose network computes nothing: for measuring snapshots on
+any machine. Server, scheduler, payloads and hot states are the real ones. `python -m services.tools.snapshot_engine GB`
+with so much RAM for hot states; prints its port; ends when its standard input does.
+"""
+
+import asyncio
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+
+from services.engine.engine import Engine
+from services.engine.experts.streamer import Counters
+from services.engine.grammar import Grammars
+from services.engine.metrics import Metrics
+from services.engine.model import Segment
+from services.engine.model_config import ModelConfig
+from services.engine.pages import PagePool, pages_for
+from services.engine.request import Info
+from services.engine.scheduler import Scheduler
+from services.engine.server import Server
+from services.engine.snapshots.hot import HotStates
+from services.engine.snapshots.payload import PayloadFormat
+from services.tools.synthetic_shapes import SUPER
+
+CONTEXT_TOKENS = 32_768
+STOP_ID = 11  # of the demo's tokenizer, which the api needs
+ANSWER = (1000, 1001, 1002, 1003)  # then STOP_ID
+SHAPE = dataclasses.replace(SUPER, vocab_size=4096)
+
+
+class NoExperts:
+    """No expert is ever asked for."""
+
+    @property
+    def prefetching(self) -> bool:
+        return False
+
+    def counters(self) -> Counters:
+        return Counters(0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0)
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def step(self, layer: int, ids: Tensor, weights: Tensor, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def prefetch(self, layer: int, ids: Tensor) -> None:
+        raise NotImplementedError
+
+
+class NoNetwork:
+    """Fills a fresh state with noise, writes a trace of each id, and answers ANSWER."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._noise = torch.rand(1 << 20, generator=torch.Generator().manual_seed(1))
+        self._config = config
+
+    def forward(self, segments: Sequence[Segment], give_way: Callable[[], bool] | None = None) -> Tensor:
+        logits = torch.zeros(len(segments), self._config.vocab_size)
+        for row, segment in zip(logits, segments, strict=True):
+            row[self._feed(segment)] = 1.0
+        return logits
+
+    def _feed(self, segment: Segment) -> int:
+        state, config = segment.state, self._config
+        if not state.tokens:
+            flat = state.ssm.view(-1)
+            for start in range(0, len(flat), len(self._noise)):
+                flat[start : start + len(self._noise)] = self._noise[: len(flat) - start]
+        count = len(segment.ids)
+        state.ssm.view(-1)[: len(segment.ids)] += torch.tensor(segment.ids, dtype=torch.float32)
+        size = count * config.kv_heads * config.head_dim
+        keys = self._noise[segment.ids[0] : segment.ids[0] + size].view(count, config.kv_heads, config.head_dim)
+        for layer in range(len(config.attention_layers)):
+            state.write_kv(layer, keys, keys)
+        state.ids.extend(segment.ids)
+        said = ANSWER.index(segment.ids[-1]) + 1 if segment.ids[-1] in ANSWER else 0
+        return (*ANSWER, STOP_ID)[said]
+
+
+async def serve(hot_gb: float) -> None:
+    info = Info(
+        model="synthetic",
+        model_fingerprint="00",
+        arithmetic_fingerprint="00",
+        vocab_size=SHAPE.vocab_size,
+        context_tokens=CONTEXT_TOKENS,
+        max_sequences=2,
+        queue_limit=16,
+        vision=False,
+        device="none",
+        version="0",
+    )
+    experts = NoExperts()
+    payloads = PayloadFormat(SHAPE, info.model_fingerprint, info.arithmetic_fingerprint)
+    hot = HotStates(payloads, info.arithmetic_fingerprint, int(hot_gb * 1e9), 3 * payloads.size_bytes(CONTEXT_TOKENS))
+    pool = PagePool(SHAPE, pages_for(CONTEXT_TOKENS))
+    metrics = Metrics(info, experts, CollectorRegistry())
+    scheduler = Scheduler(NoNetwork(SHAPE), pool, hot, metrics, info.max_sequences, 1024)
+    grammars = Grammars(Path("none"), info.vocab_size, 1, 1.0)
+    server = Server("127.0.0.1", 0, 60.0)
+    await server.start()
+    await server.serve(Engine(info, scheduler, experts, grammars))
+    print(server.port, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop(0.0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    asyncio.run(serve(float(sys.argv[1])))
