@@ -109,6 +109,7 @@ int main(int, char** arguments) {
         const int layer = int(random() % LAYERS);
         for (int32_t& key : keys) key = layer * EXPERTS + int32_t(random() % EXPERTS);
         cache.prefetch(layer, keys, 3);
+        if (random() % 8 == 0) cache.warm(keys, 3);
         std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
       }
     });
@@ -116,6 +117,7 @@ int main(int, char** arguments) {
       while (!stop) {
         if (!cache.check().empty()) std::fprintf(stderr, "%s\n", cache.check().c_str()), std::_Exit(4);
         cache.counts();
+        cache.resident();
         cache.take_notice();
         std::this_thread::sleep_for(std::chrono::microseconds(200));
       }
