@@ -24,6 +24,7 @@ from torch import Tensor
 
 from services.engine.errors import GrammarError, UnsupportedError
 from services.engine.request import Form, Grammar
+from services.engine.schema import is_endless
 
 MOST_KEPT = 64  # grammars, good and bad ones
 THREADS = 2
@@ -148,7 +149,10 @@ def _source(grammar: Grammar) -> str:
     try:
         match grammar.form:
             case Form.JSON_SCHEMA:
-                return LLMatcher.grammar_from_json_schema(json.loads(grammar.text))
+                schema = json.loads(grammar.text)
+                if is_endless(schema):
+                    raise GrammarError("no text fits the grammar: something that the schema requires needs itself")
+                return LLMatcher.grammar_from_json_schema(schema)
             case Form.REGEX:
                 return LLMatcher.grammar_from_regex(grammar.text)
             case Form.LARK:

@@ -176,6 +176,7 @@ WRONG = [
     (Form.JSON_SCHEMA, '{"type": "strnig"}', "Invalid type: strnig"),
     (Form.JSON_SCHEMA, '{"type": "integer", "minimum": 5, "maximum": 3}', "Unsatisfiable schema: minimum"),
     (Form.JSON_SCHEMA, '{"$ref": "#"}', "no text fits"),
+    (Form.JSON_SCHEMA, '{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}', "needs itself"),
     (Form.JSON_SCHEMA, '{"$ref": "http://example.com/schema"}', "not present in a registry"),
     (Form.JSON_SCHEMA, '{"type": "array", "items": {"not": {}}}', "Unimplemented keys"),
     (Form.JSON_SCHEMA, '{"type": "array", "items": ' * 300 + "{}" + "}" * 300, "recursion limit"),
