@@ -61,6 +61,7 @@ class ToolResultBlock(Body):
 Block = Annotated[
     TextBlock | ImageBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
 ]
+HEARD_BLOCKS = ("text", "image", "tool_result")
 KNOWN_BLOCKS = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
@@ -80,6 +81,18 @@ class Turn(Body):
                 text = "a block of type {kind} is not supported: this server takes text, images, thinking and tools"
                 raise PydanticCustomError("unsupported", text, {"kind": repr(kind), "param": "content"})
         return data
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "Turn":
+        """An assistant's turn may be empty, but no other; and only it thinks and calls tools."""
+        if self.role == "assistant" or isinstance(self.content, str):
+            return self
+        wrong = [block.type for block in self.content if block.type not in HEARD_BLOCKS]
+        if wrong or not self.content:
+            text = "a turn of the {role}'s needs text, images or tool results, not {kind}"
+            kind = wrong[0] if wrong else "nothing"
+            raise PydanticCustomError("content", text, {"role": self.role, "kind": kind, "param": "content"})
+        return self
 
     def messages(self) -> Iterator[Message]:
         """Tool results are messages of their own; an assistant's blocks are one message, as it was answered."""

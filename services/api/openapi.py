@@ -46,7 +46,7 @@ def _describe(path: str, operation: dict[str, Any]) -> None:
     responses["5XX"] = {"description": "what is wrong with the server or the engine", "content": content}
     body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
     if "stream" in body.get("properties", {}):
-        responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        responses["200"]["content"]["text/event-stream"] = {}
     if path == "/metrics":
         responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
     if path.startswith(KEYED):
