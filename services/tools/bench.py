@@ -15,6 +15,7 @@ BENCHMARKS = {
     "sampling": ("services.tools.bench_sampling", "from logits to an id, beside the definition"),
     "decode": ("services.tools.bench_decode", "whole tokens on GPU and CPU: the published method, ours, and the floor"),
     "snapshots": ("services.tools.bench_snapshots", "a dialog's state from Redis and from memory, beside a raw read"),
+    "scan": ("services.tools.bench_scan", "the chunk scan of a prompt on the GPU, ours and mamba-ssm's"),
     "dense": ("services.tools.bench_dense", "every dense kernel of a decoded token on the GPU, against its bytes"),
 }
 
