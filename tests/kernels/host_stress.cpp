@@ -97,7 +97,7 @@ int main(int, char** arguments) {
     Workers workers(threads[round % 4], round % 2 * 20);
     std::unique_ptr<Step> step;
     FileDrive drive(path);
-    const char* policies[] = {"s3fifo", "lru", "lfu", "s3fifo", "sieve", "lrfu", "quota"};
+    const char* policies[] = {"layered", "lru", "s3fifo", "layered", "sieve", "lfu", "quota"};
     Cache cache(catalog, {{&drive}, policies[round % 7], Prefetching(1 + round % 2), slots[round % 4], 1 + round % 3, false, true,
                           round % 5 ? 0 : 300});
     step = std::make_unique<Step>(catalog, cache, workers, *kernels_for(processor_has(Isa::avx2) ? Isa::avx2 : Isa::plain));

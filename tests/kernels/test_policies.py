@@ -3,6 +3,7 @@ there is one, lose none, and let go of what left. The optimum is at least as goo
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -114,7 +115,40 @@ def s3fifo(keys: list[list[int]], slots: int) -> int:
     return hits
 
 
-@pytest.mark.parametrize("model", [lru, sieve, s3fifo])
+def layered(keys: list[list[int]], slots: int) -> int:
+    """Values as they are, halved at the begin of their layer's turn, instead of logarithms that stand still."""
+    value: dict[int, float] = {}
+    clock = [0] * LAYERS
+    slot_of: dict[int, int] = {}
+    lookups, hits = 0, 0
+
+    def use(key: int) -> None:
+        nonlocal lookups
+        value[key] = value.get(key, 0.0) + 1
+        lookups += 1
+
+    for step in keys:
+        layer = step[0] // EXPERTS
+        passed, clock[layer] = lookups - clock[layer], lookups
+        for key in [key for key in value if key // EXPERTS == layer]:
+            value[key] *= 0.5 ** (passed / slots)
+        here = [key for key in step if key in slot_of]
+        hits += len(here)
+        leased = set(here)
+        for key in here:
+            use(key)
+        for key in sorted(set(step) - leased):
+            slot = len(slot_of)
+            if slot == slots:
+                least = min(set(slot_of) - leased, key=lambda one: (round(value[one], 9), one // EXPERTS, slot_of[one]))
+                slot = slot_of.pop(least)
+            slot_of[key] = slot
+            use(key)
+            leased.add(key)
+    return hits
+
+
+@pytest.mark.parametrize("model", [lru, sieve, s3fifo, layered])
 @pytest.mark.parametrize("slots", [TOP_K, 17, 60, 119, 500])
 def test_a_policy_is_what_its_name_says(model: Callable[[list[list[int]], int], int], slots: int) -> None:
     for seed in (1, 2):
@@ -122,12 +156,16 @@ def test_a_policy_is_what_its_name_says(model: Callable[[list[list[int]], int], 
         keys = [
             [layer * EXPERTS + id_ for id_ in ids] for layer, ids in zip(made.layer, made.ids.tolist(), strict=True)
         ]
-        assert hits_of(made, model.__name__, slots) == model(keys, slots)
+        differ = abs(hits_of(made, model.__name__, slots) - model(keys, slots))
+        assert differ <= (
+            3 if model is layered else 0
+        )  # values that are equal are not, once they are rounded logarithms
 
 
 def test_the_comparison_can_fail() -> None:
     made = routing(1)
-    assert len({hits_of(made, policy, 60) for policy in POLICIES}) > 3
+    found = sorted(hits_of(made, policy, 17) for policy in POLICIES)
+    assert all(more - less > 3 for less, more in pairwise(found)), "no two policies are alike"
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -63,11 +63,11 @@ void Cache::stop() {
 void Cache::begin_step(int layer, int rows) {
   std::lock_guard<std::mutex> lock(mutex_);
   in_step_ = demanding_ = true;
-  why_ = is_sweep(rows) ? Why::sweep : Why::demand;
+  sweep_ = is_sweep(rows);
   hints_.begin_step(layer);
 }
 
-bool Cache::look_up(Key key, Lease* lease) {
+bool Cache::look_up(Key key, Why why, Lease* lease) {
   std::lock_guard<std::mutex> lock(mutex_);
   const Slot* slot = table_.find(key);
   if (!slot || slot->state != State::ready) {
@@ -75,17 +75,17 @@ bool Cache::look_up(Key key, Lease* lease) {
     return false;
   }
   counts_.hits++;
-  return table_.lease(key, lease, why_);
+  return table_.lease(key, lease, why);
 }
 
-Cache::Found Cache::demand(Key key, bool alone, Waiter* waiter, int tag, Lease* lease) {
+Cache::Found Cache::demand(Key key, Why why, bool alone, Waiter* waiter, int tag, Lease* lease) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     room_waiter_ = nullptr;
     if (const Slot* slot = table_.find(key)) {
-      table_.lease(key, lease, why_);
+      table_.lease(key, lease, why);
       if (slot->state == State::ready) return Found::ready;
-    } else if (load(key, alone ? Why::demand : why_, lease)) {
+    } else if (load(key, alone ? Why::demand : why, lease)) {
       demands_.push_back({key, *lease, true, false});
     } else {
       room_waiter_ = waiter;
@@ -115,7 +115,7 @@ void Cache::end_step(int64_t waited_ns) {
     std::lock_guard<std::mutex> lock(mutex_);
     in_step_ = demanding_ = hints_stuck_ = false;
     room_waiter_ = nullptr;
-    if (why_ == Why::demand) trial_.step(waited_ns);
+    if (!sweep_) trial_.step(waited_ns);
     hinted = may_read_ahead();
   }
   if (hinted) work_.notify_all();

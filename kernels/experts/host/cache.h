@@ -66,11 +66,11 @@ class Cache {
   // A step of the given layer begins: hints for that layer are stale now. `rows` tokens; many make it a sweep.
   void begin_step(int layer, int rows);
   // Leases the block if it is ready. Counts a hit or a miss.
-  bool look_up(Key, Lease*);
+  bool look_up(Key, Why, Lease*);
   // Leases the block; unless it is ready, it is read. If coming: waiter->arrived(tag) later. If no_room: nothing was done,
   // and waiter->room() is called when it is worth trying again. `alone`: nothing else of the step is under way, so that
   // waiting for the step's own blocks to leave would be for ever.
-  Found demand(Key, bool alone, Waiter*, int tag, Lease*);
+  Found demand(Key, Why, bool alone, Waiter*, int tag, Lease*);
   void demands_made();
   void release(const Lease&);
   // No lease is out but a partner's; nothing demanded is on its way. The step waited for the disk that long.
@@ -130,7 +130,7 @@ class Cache {
   Hints hints_;
   Clock::time_point hints_from_;  // when hints may be taken up
   Trial trial_;
-  Why why_ = Why::demand;  // of the step
+  bool sweep_ = false;  // the step is one
   struct Answer {
     Waiter* waiter = nullptr;
     int tag = 0;

@@ -31,6 +31,7 @@ std::unique_ptr<Policy> make_policy(const char* name, PolicySizes sizes) {
   if (!std::strcmp(name, "lru")) return std::make_unique<Lru>(sizes.slots);
   if (!std::strcmp(name, "lfu")) return make_decay(sizes, 64);
   if (!std::strcmp(name, "lrfu")) return make_decay(sizes, 1);
+  if (!std::strcmp(name, "layered")) return make_layered(sizes);
   if (!std::strcmp(name, "s3fifo")) return make_s3fifo(sizes);
   if (!std::strcmp(name, "sieve")) return make_sieve(sizes);
   if (!std::strcmp(name, "quota")) return make_quota(sizes);

@@ -10,8 +10,8 @@ namespace thimble {
 using Key = int32_t;  // layer * experts of a layer + expert
 constexpr Key NO_KEY = -1;
 
-// A sweep is a step of many tokens, a piece of a prompt: it goes through most of a layer's experts once. Warm: the block was
-// in RAM before a restart; it only ever gets a free slot.
+// A sweep is a step of many tokens, a piece of a prompt: it goes through most of a layer's experts once (sweep.h). Warm: the
+// block was in RAM before a restart; it only ever gets a free slot.
 enum class Why : int { demand, prefetch, sweep, warm };
 
 class Evictable {
@@ -42,6 +42,7 @@ struct PolicySizes {
 //   lru        least recently used
 //   lfu        least often used, counts halve within 64 lookups a slot and outlive eviction (policy_decay.cpp)
 //   lrfu       the same within one lookup a slot: recency and frequency in one number
+//   layered    the same on every layer's own clock (policy_layered.cpp)
 //   s3fifo     three queues: new, proven, and a ghost of the evicted (policy_queues.cpp)
 //   sieve      one queue with a hand and a mark
 //   quota      least recently used, but every layer keeps an equal share (policy_quota.cpp)
@@ -49,6 +50,6 @@ struct PolicySizes {
 std::unique_ptr<Policy> make_policy(const char* name, PolicySizes);
 
 // tests/bench/results/LOG.md says why.
-constexpr const char* SHIPPED_POLICY = "s3fifo";
+constexpr const char* SHIPPED_POLICY = "layered";
 
 }  // namespace thimble

@@ -18,7 +18,8 @@ namespace {
 class S3Fifo : public Policy {
  public:
   explicit S3Fifo(PolicySizes sizes)
-      : small_most_(std::max(sizes.slots / 10, std::max(1, std::min(16, sizes.slots / 2)))), ghosts_most_(size_t(sizes.slots)), queues_(sizes.slots, 2),
+      : small_most_(std::max(sizes.slots / 10, std::max(1, std::min(16, sizes.slots / 2)))), ghosts_most_(size_t(sizes.slots)),
+        queues_(sizes.slots, 2),
         uses_(size_t(sizes.slots)), key_(size_t(sizes.slots)), ghost_(size_t(sizes.keys())) {}
 
   void loaded(int slot, Key key, Why) override {

@@ -16,25 +16,30 @@
 namespace thimble {
 namespace {
 
-// Each key once, in the order of first appearance: of ids row by row, as steps do; of guesses rank by rank.
+// Each key once, in the order of first appearance (of ids row by row, as steps do; of guesses rank by rank), and how often.
 class Distinct {
  public:
-  explicit Distinct(int keys) : seen_(size_t(keys)) {}
+  explicit Distinct(int keys) : seen_(size_t(keys)), times_(size_t(keys)) {}
 
   void begin() {
     keys.clear();
     mark_++;
   }
   void add(Key key) {
-    if (seen_[size_t(key)] == mark_) return;
-    seen_[size_t(key)] = mark_;
-    keys.push_back(key);
+    if (seen_[size_t(key)] != mark_) {
+      seen_[size_t(key)] = mark_;
+      times_[size_t(key)] = 0;
+      keys.push_back(key);
+    }
+    times_[size_t(key)]++;
   }
+  int times(Key key) const { return times_[size_t(key)]; }
 
   std::vector<Key> keys;
 
  private:
   std::vector<int64_t> seen_;
+  std::vector<int> times_;
   int64_t mark_ = 0;
 };
 
@@ -142,7 +147,8 @@ class Replay {
     while (trial_.on() && !hints_.empty()) {
       while (!on_their_way_.empty() && arrives_[size_t(on_their_way_.front().slot)] <= idle_from_) arrive_first();
       double begin = idle_from_;
-      if (int(on_their_way_.size()) >= options_.in_flight) begin = std::max(begin, arrives_[size_t(on_their_way_.front().slot)]);
+      if (int(on_their_way_.size()) >= options_.in_flight)
+        begin = std::max(begin, arrives_[size_t(on_their_way_.front().slot)]);
       if (begin >= until) break;
       idle_from_ = begin;
       while (!on_their_way_.empty() && arrives_[size_t(on_their_way_.front().slot)] <= begin) arrive_first();
@@ -169,7 +175,6 @@ class Replay {
   void run_step(int64_t step) {
     distinct_of_step(trace_, step, distinct_);
     const int64_t rows = trace_.first[step + 1] - trace_.first[step];
-    const Why why = is_sweep(rows) ? Why::sweep : Why::demand;
     hints_.begin_step(trace_.layer[step]);
     idle_from_ = std::max(idle_from_, now_);
     leased_.clear();
@@ -178,7 +183,7 @@ class Replay {
       const int64_t next = belady_ ? next_[lookup_++] : 0;
       const Slot* slot = table_.find(key);
       if (slot && slot->state == State::ready)
-        take(key, why, next);
+        take(key, why_named(distinct_.times(key), rows), next);
       else
         missing_.push_back({key, next});
     }
@@ -186,7 +191,8 @@ class Replay {
     std::sort(missing_.begin(), missing_.end(), [](const Missing& a, const Missing& b) { return a.key < b.key; });
     int64_t reads = 0;
     double last = 0;
-    for (const Missing& missing : missing_) reads += demand(missing, why, &last);
+    for (const Missing& missing : missing_)
+      reads += demand(missing, why_named(distinct_.times(missing.key), rows), &last);
     idle_from_ = std::max(idle_from_, last);
     const double computing = double(lookups) * options_.expert_ns;
     double end = now_ + computing;
@@ -197,7 +203,7 @@ class Replay {
     while (!on_their_way_.empty() && arrives_[size_t(on_their_way_.front().slot)] <= now_) arrive_first();
     for (const Lease& lease : leased_) table_.release(lease);
     const double whole = computing + waited + options_.gap_ns;
-    if (why == Why::sweep) {
+    if (is_sweep(rows)) {
       counts_.sweep_lookups += lookups;
       counts_.sweep_hits += hits;
       counts_.sweep_reads += reads;

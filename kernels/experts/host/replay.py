@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kernels.workers.pool import native
 
 MOST_AHEAD = 2
-POLICIES = ("lru", "lfu", "lrfu", "s3fifo", "sieve", "quota")
+POLICIES = ("lru", "lfu", "lrfu", "layered", "s3fifo", "sieve", "quota")
 SHIPPED = "shipped"  # whichever of them the engine runs
 OPTIMUM = "belady"  # knows the future: for comparison only
 PREFETCH = ("off", "on", "auto")  # the numbers of trial.h's Prefetching

@@ -172,7 +172,8 @@ void Step::demand_all() {
   left_ = int(job_count_);
   for (int number = 0; number < left_; number++) {
     Job& job = *jobs_[size_t(number)];
-    (cache_.look_up(job.key, &job.lease) ? ready_ : waiting_).push_back(number);
+    const Why why = why_named(int64_t(job.rows.size()), rows_);
+    (cache_.look_up(job.key, why, &job.lease) ? ready_ : waiting_).push_back(number);
   }
   std::sort(waiting_.begin(), waiting_.end(), [&](int a, int b) { return jobs_[size_t(a)]->key < jobs_[size_t(b)]->key; });
   if (partner_) lend();
@@ -226,7 +227,8 @@ void Step::pump() {
     Job& job = *jobs_[size_t(number)];
     const int coming = left_ - active_ - int(waiting_.size() + ready_.size());
     const bool alone = active_ + coming == 0 && ready_.empty();
-    const Cache::Found found = cache_.demand(job.key, alone, this, number, &job.lease);
+    const Why why = why_named(int64_t(job.rows.size()), rows_);
+    const Cache::Found found = cache_.demand(job.key, why, alone, this, number, &job.lease);
     if (found == Cache::Found::no_room) break;
     waiting_.pop_front();
     if (found == Cache::Found::ready) ready_.push_back(number);
