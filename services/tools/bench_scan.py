@@ -7,6 +7,7 @@ chunk; only then timed, through its launches: a prompt's layers are not replayed
 import argparse
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
             if not ok:
                 continue
             state, out = prompt.state.clone(), torch.empty_like(prompt.x)
-            seconds = timed(lambda one=one, prompt=prompt, state=state, out=out: prompt.run(one.scan, state, out))
+            seconds = timed(partial(prompt.run, one.scan, state, out))
             print(f"    {seconds * 1e6:.0f} us a layer, {seconds / tokens * 1e6:.2f} us a token and layer")
             if args.out:
                 note = f"random inputs, {tokens} tokens, {one.fingerprint}, {versions}"
