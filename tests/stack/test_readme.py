@@ -123,7 +123,8 @@ def test_every_symptom_is_a_message_of_ours() -> None:
     symptoms = re.findall(r"^\| (.*?) \|", table, re.MULTILINE)
     quoted = [text for symptom in symptoms for text in re.findall(r"`([^`]+)`", symptom)]
     assert len(quoted) > 5
-    sources = [p for top in ("services", "kernels") for p in (ROOT / top).rglob("*.py")] + [ROOT / "Makefile"]
+    sources = [p for top in ("services", "kernels") for kind in ("py", "cpp") for p in (ROOT / top).rglob(f"*.{kind}")]
+    sources.append(ROOT / "Makefile")
     code = re.sub(r'["`]\s*\n\s*f?["`]|[`"]', "", "\n".join(path.read_text() for path in sources))
     for text in quoted:
         parts = [part.strip() for part in re.split(r"…|\d+", text) if len(part.strip()) > 3]
