@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from services.api.messages import Content, Function, FunctionCall, Message, Tool, ToolCall, ToolName
 from services.api.pictures import note
-from services.api.schemas import ChatRequest
+from services.api.schemas import ChatRequest, Effort
 from services.api.structured import ResponseFormat
 from services.api.validation import Body, JsonObject
 
@@ -152,6 +152,7 @@ class OutputFormat(ResponseFormat):
 
 class OutputConfig(Body):
     format: OutputFormat | None = None
+    effort: Effort | None = None
 
 
 class Thinking(Body):
@@ -218,7 +219,10 @@ class MessagesRequest(CountRequest):
     def chat(self) -> ChatRequest:
         chat = super().chat()
         chat.max_tokens, chat.stream, chat.stop = self.max_tokens, self.stream, self.stop_sequences
-        chat.response_format = self.output_format or (self.output_config.format if self.output_config else None)
+        config = self.output_config or OutputConfig()
+        chat.response_format = self.output_format or config.format
+        if chat.reasoning_effort == "high" and config.effort is not None:  # it thinks at all
+            chat.reasoning_effort = config.effort
         chat.temperature, chat.top_p, chat.top_k = self.temperature, self.top_p, self.top_k
         return chat
 

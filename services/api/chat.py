@@ -47,7 +47,6 @@ from services.api.users import Caller
 from services.rpc import engine_pb2 as pb
 
 MOST_TRIES = 3  # if others' pictures take the place of ours
-EFFORTS = {"none": False, "minimal": True, "low": True, "medium": True, "high": True}
 
 
 @dataclass(frozen=True)
@@ -289,7 +288,7 @@ def _owner(request: ChatRequest) -> bytes:
 def template_options(request: ChatRequest, model_thinks: bool) -> dict[str, Any]:
     """The template's variables. What is asked for in the request's own words wins over the model id."""
     effort = request.reasoning_effort
-    options: dict[str, Any] = {"enable_thinking": model_thinks if effort is None else EFFORTS[effort]}
+    options: dict[str, Any] = {"enable_thinking": model_thinks if effort is None else effort != "none"}
     if effort in ("minimal", "low"):
         options["low_effort"] = True
     return options | {k: v for k, v in (request.chat_template_kwargs or {}).items() if v is not None}

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.api.messages import Content, Function, FunctionCall, Message, Tool, ToolCall, ToolName
-from services.api.schemas import WRONG_CHOICE, ChatRequest
+from services.api.schemas import WRONG_CHOICE, ChatRequest, Effort
 from services.api.structured import ResponseFormat
 from services.api.validation import Body, JsonObject
 
@@ -72,7 +72,7 @@ class TextConfig(Body):
 
 
 class Reasoning(Body):
-    effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    effort: Effort | None = None
 
 
 class ResponseRequest(Body):

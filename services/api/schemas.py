@@ -25,6 +25,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "typical_p": (None, 1),
 }
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 WRONG_CHOICE = "tool_choice must be auto, none, required, or name a function"
 BUDGET_NAMES = ("thinking_budget", "thinking_token_budget", "thinking_budget_tokens", "reasoning_budget")
 
@@ -57,7 +58,7 @@ class ChatRequest(Sampling, Structured):
     tools: list[Tool] | None = None
     tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    reasoning_effort: Effort | None = None
     thinking_budget: int | None = Field(
         default=None, ge=0, lt=2**31
     )  # tokens; other servers' names for it are taken too

@@ -60,7 +60,13 @@ def test_the_budget_reaches_the_engine(api: RunningApi, engine: ScriptedEngine, 
 
 @pytest.mark.parametrize(
     ("effort", "thinks", "low"),
-    [("none", False, False), ("low", True, True), ("minimal", True, True), ("medium", True, False)],
+    [
+        ("none", False, False),
+        ("low", True, True),
+        ("minimal", True, True),
+        ("medium", True, False),
+        ("max", True, False),
+    ],
 )
 def test_effort(
     api: RunningApi, engine: ScriptedEngine, folder: ModelFolder, effort: str, thinks: bool, low: bool
@@ -92,3 +98,15 @@ def test_control_of_nothing(api: RunningApi) -> None:
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "id")
     wrong = api.client.post("/v1/chat/completions/control", json={"id": "chatcmpl-0", "action": "explode"})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "action")
+
+
+def test_anthropic_s_effort(api: RunningApi, engine: ScriptedEngine, folder: ModelFolder) -> None:
+    def text(**fields: Any) -> str:
+        asked = {"model": "demo", "max_tokens": 9, "messages": [USER], **fields}
+        assert api.client.post("/v1/messages", json=asked).status_code == 200
+        return b"".join(map(folder.tokenizer.token_bytes, engine.calls[-1].start.ids)).decode()
+
+    thinking, low = {"thinking": {"type": "enabled"}}, {"output_config": {"effort": "low"}}
+    assert "effort: low" in text(**thinking, **low)
+    assert "effort: low" not in text(**thinking)
+    assert "effort: low" not in text(**low), "it does not think"
