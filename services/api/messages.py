@@ -3,7 +3,7 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.api.pictures import KINDS, note
@@ -31,7 +31,12 @@ def _join_parts(content: Any) -> Any:
     return "\n".join(texts)
 
 
-Content = Annotated[str | None, BeforeValidator(_join_parts)]
+_PART = {"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}}
+Content = Annotated[
+    str | None,
+    BeforeValidator(_join_parts),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}),
+]
 
 
 class FunctionCall(Body):

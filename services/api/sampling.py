@@ -5,7 +5,7 @@ that chat and text completions share, their limits, and what they are in the con
 import secrets
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.api.errors import InvalidRequest
@@ -30,10 +30,22 @@ def _by_id(bias: Any) -> Any:
     return {int(key): float(value) for key, value in bias.items()}
 
 
+def _unlimited(tokens: Any) -> Any:
+    """-1, as clients of llama.cpp and LM Studio write that there is no limit."""
+    return None if type(tokens) is int and tokens == -1 else tokens
+
+
+MostTokens = Annotated[
+    Annotated[int, Field(ge=1)] | None,
+    BeforeValidator(_unlimited),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}, {"type": "null"}]}),
+]
+
+
 class Sampling(Body):
     """Unset fields are the model's defaults."""
 
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: MostTokens = None
     min_tokens: int | None = Field(default=None, ge=0)
     ignore_eos: bool | None = None
     temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)

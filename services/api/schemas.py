@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.api.messages import Message, Tool
-from services.api.sampling import Sampling
+from services.api.sampling import MostTokens, Sampling
 from services.api.structured import Structured
 from services.api.validation import Body, JsonObject
 
@@ -52,7 +52,7 @@ class ChatRequest(Sampling, Structured):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None  # a stream tells how far the prompt is read
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: MostTokens = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     tools: list[Tool] | None = None
