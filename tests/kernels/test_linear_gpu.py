@@ -51,9 +51,9 @@ def test_is_the_reference_for_any_rows(form: str) -> None:
 @pytest.mark.parametrize("rows", [2, 3])
 def test_bits_do_not_depend_on_the_number_of_rows(rows: int) -> None:
     """With the fixed configurations, whose tiles differ."""
-    weights, _ = packed("NVFP4", randn(8, 64, scale=0.1))
-    x = randn(4, 64)
-    assert len({tiling("NVFP4", 8, 64, tokens).tile for tokens in (1, 2)}) == 2
+    weights, _ = packed("NVFP4", randn(8, 1056, scale=0.1))
+    x = randn(4, 1056)
+    assert len({tiling("NVFP4", 8, 1056, tokens).tile for tokens in (1, 2)}) == 2
     together = run(weights, x[:rows], None)
     assert torch.equal(together, run(weights, x, None)[:rows])
     assert torch.equal(together[1:2], run(weights, x[1:2], None))
