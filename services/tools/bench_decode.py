@@ -24,8 +24,9 @@ from kernels.experts.device.rates import ReadRates
 from kernels.experts.device.turns import SharedSlots
 from kernels.workers.pool import default_threads
 from services.engine.experts.store import Store
-from services.engine.gpu.ledger import MIB, MOST_SEQUENCES, Wanted, require, stored_layout
+from services.engine.gpu.ledger import MIB, MOST_SEQUENCES, Wanted, ledger, require, stored_layout
 from services.engine.gpu.memory import DevicePool, DeviceState
+from services.engine.gpu.open import usable_device
 from services.engine.gpu.weights import DeviceWeights
 from services.engine.pages import pages_for
 from services.tools import decode_report, figures, replay
@@ -51,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokens", type=int, default=24, help="timed tokens of each method (default 24)")
     parser.add_argument("--resident", type=int, default=64, help="experts a layer in RAM, that occur (default 64)")
-    parser.add_argument("--batches", type=batches, default=[1, 2, 3, 4], help="sequences a step (default 1,2,3,4)")
+    parser.add_argument(
+        "--batches", type=batches, default=[1, 2, 3, 4], help="sequences a step, where they fit (default 1,2,3,4)"
+    )
     parser.add_argument("--context", type=int, default=2048, help="tokens of each sequence (default 2048)")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="format of keys and values")
     parser.add_argument("--variants", type=int, default=len(PUBLISHED), help="of the published method, to tune it")
@@ -79,14 +82,20 @@ def run(args: argparse.Namespace) -> int:
         dense, budget_bytes = stored_layout(args.store), args.free_mib * MIB
         copied = Wanted(1, args.context, args.kv, staging_blocks=store.config.experts_per_token)
         require(store.config, dense, copied, budget_bytes)  # the published method
-        made = require(store.config, dense, Wanted(max(args.batches), args.context, args.kv), budget_bytes)
-        print(f"{args.free_mib} MiB of graphics memory:\n{made}", flush=True)
+        fitting = {rows: ledger(store.config, dense, Wanted(rows, args.context, args.kv)) for rows in args.batches}
+        args.batches = [rows for rows, made in fitting.items() if made.total_bytes <= budget_bytes]
+        print(f"batches that fit {args.free_mib} MiB of graphics memory: {args.batches}", flush=True)
+        print(fitting[args.batches[-1]] if args.batches else "", flush=True)
     if not torch.cuda.is_available():
         print("bench decode needs a CUDA device; thimble plan forecasts without one", file=sys.stderr)
         return 2
     torch.set_num_threads(1)  # as in the engine: torch's threads would spin on the workers' cores
     with ExitStack() as stack:
         ballast = stack.enter_context(Ballast(args.free_mib)) if args.free_mib else None
+        usable_device()
+        if args.free_mib:
+            context_mib = args.free_mib - torch.cuda.mem_get_info()[0] / MIB
+            print(f"the CUDA context alone takes {context_mib:.0f} MiB", flush=True)
         bench = Bench(args, store, ballast)
         bench.measure()
         bench.report()

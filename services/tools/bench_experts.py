@@ -36,10 +36,10 @@ LAYOUT = BlockLayout(1024, 2688)
 # the link idles while the last wave's `up` is computed unless another wave's `down` is being read meanwhile.
 PUBLISHED = [
     Method(
-        f"published, waves of {'+'.join(map(str, waves))}{' apart' if apart else ''}",
-        Route.COPY_UP, TOP_K, waves, True, splits=8, lanes=1, apart=apart,
+        f"published, waves of {'+'.join(map(str, waves))}, {lanes} lane(s){', apart' if apart else ''}",
+        Route.COPY_UP, TOP_K, waves, True, splits=8, lanes=lanes, apart=apart,
     )
-    for waves, apart in (((11, 11), False), ((8, 8, 6), False), ((11, 11), True), ((14, 8), True), ((9, 8, 5), True))
+    for waves, lanes, apart in (((11, 11), 1, False), ((11, 11), 2, True), ((8, 8, 6), 2, True), ((16, 6), 2, True))
 ]  # fmt: skip
 GPU_ONLY = [
     Method("copy whole blocks", Route.COPY_BLOCK, TOP_K, waves=(11, 11)),

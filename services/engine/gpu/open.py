@@ -5,6 +5,7 @@ weights come. Everything is taken here; nothing is allocated while tokens run.
 """
 
 import gc
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from services.engine.gpu.memory import DevicePool
 from services.engine.gpu.model import DeviceModel
 from services.engine.gpu.weights import DeviceWeights
 
+MOST_UNTOLD_BYTES = 1 << 30
 AWAKE_US = 2000  # workers stay awake between the layers of a token
 
 
@@ -64,7 +66,7 @@ def open_device(store: Store, experts: Experts, sizes: Sizes, say: Callable[[str
             say(shared.notice)
         share = _first_share(shared, top_k)
         say(f"{torch.cuda.get_device_name(device)} takes {share:.1f} of {top_k} experts at first")
-        weights = DeviceWeights.load(store.dense(), store.config, device)
+        weights = DeviceWeights.load(store.dense(), store.config, device, _Reporter(store, say))
         say(f"{weights.size_bytes / 1e9:.3f} GB of dense weights are on the GPU")
         pool = DevicePool(store.config, device, places=sizes.sequences, pages=sizes.pages, kv=sizes.kv)
         model = DeviceModel(
@@ -91,6 +93,27 @@ def open_device(store: Store, experts: Experts, sizes: Sizes, say: Callable[[str
     return opened
 
 
+class _Reporter:
+    """Tells the log about long loads: every tenth of the way."""
+
+    def __init__(self, store: Store, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._whole_bytes = store.dense_file.size_bytes
+        self._tenths = 0
+        self._begun = time.perf_counter()
+
+    def __call__(self, sent_bytes: int) -> None:
+        share = sent_bytes / self._whole_bytes
+        if self._whole_bytes < MOST_UNTOLD_BYTES or int(10 * share) <= self._tenths:
+            return
+        self._tenths = int(10 * share)
+        spent_s = time.perf_counter() - self._begun
+        left_s = spent_s * (1 - share) / share
+        self._say(
+            f"weights: {sent_bytes / 1e9:.1f} GB are on the GPU after {spent_s:.1f} s, at most {left_s:.0f} s left"
+        )
+
+
 def usable_device() -> torch.device:
     """The current CUDA device. Raises DeviceError, which says what is missing."""
     if not torch.cuda.is_available():
@@ -101,6 +124,8 @@ def usable_device() -> torch.device:
             else f"no NVIDIA GPU or a driver too old for CUDA {built}: look at nvidia-smi"
         )
         raise DeviceError(f"no usable GPU: {reason}; or set THIMBLE_ENGINE_DEVICE=cpu")
+    # Else the allocator rounds every tensor of the weights up to its own sizes: 1 % of the card.
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) < (8, 0):
         raise DeviceError(

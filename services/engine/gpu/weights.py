@@ -6,8 +6,10 @@ needs one row of it.
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -54,6 +56,8 @@ class MoeWeights:
     shared_down: Linear
 
 
+LOADERS = 4
+
 LayerWeights = MambaWeights | AttentionWeights | MoeWeights
 
 
@@ -77,7 +81,8 @@ class DeviceWeights:
         Raises CheckpointError for a tensor that the kernels cannot take.
         """
         loader = _Loader(dense, config, device, progress)
-        layers = tuple(loader.layer(index) for index in range(len(config.layers)))
+        with ThreadPoolExecutor(LOADERS) as threads:  # reading and sending of several layers overlap
+            layers = tuple(threads.map(loader.layer, range(len(config.layers))))
         final_norm, lm_head = loader.norm("norm_f.weight"), loader.linear("lm_head")
         rows = EmbeddingRows(dense.entry("embeddings.weight"))
         return DeviceWeights(config, layers, final_norm, lm_head, rows, loader.sent_bytes)
@@ -113,6 +118,7 @@ class _Loader:
     ) -> None:
         self.dense, self.config, self.device, self.progress = dense, config, device, progress
         self.sent_bytes = 0
+        self.lock = Lock()  # guards sent_bytes and the calls of progress
 
     def layer(self, index: int) -> LayerWeights:
         mixer = f"layers.{index}.mixer."
@@ -151,9 +157,11 @@ class _Loader:
                 )
 
     def send(self, tensor: Tensor) -> Tensor:
-        self.sent_bytes += tensor.nbytes
-        self.progress(self.sent_bytes)
-        return tensor.to(self.device)
+        there = tensor.to(self.device)
+        with self.lock:
+            self.sent_bytes += tensor.nbytes
+            self.progress(self.sent_bytes)
+        return there
 
     def plain(self, name: str) -> Tensor:
         return self.send(self.dense.plain(name))
