@@ -160,7 +160,7 @@ def report(
 
 
 def check_bits(blocks: SyntheticBlocks, rigs: dict[str, Rig]) -> None:
-    """All methods agree on a token. The reference itself is compared in tests/kernels/test_turns.py."""
+    """All methods agree on a token. The reference itself is compared in tests/kernels/test_device_turns.py."""
     outputs = {}
     for name, rig in rigs.items():
         rig.fill(*inputs(blocks, 7))

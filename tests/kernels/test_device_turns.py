@@ -136,7 +136,7 @@ def test_equal_experts_and_weights_tie_in_any_order_of_arrival(slots: SharedSlot
 
 def test_three_processes_give_the_same_bits(catalog: Catalog) -> None:
     code = (
-        "import hashlib, sys; from pathlib import Path; from tests.kernels import test_turns as t\n"
+        "import hashlib, sys; from pathlib import Path; from tests.kernels import test_device_turns as t\n"
         "catalog = t.BLOCKS.write(Path(sys.argv[1]) / 'experts.bin')\n"
         "with t.opened(catalog, 5, 60) as slots: out = t.run(slots, t.Method('split'), t.inputs(2, seed=10))\n"
         "print(hashlib.sha256(out.numpy().tobytes()).hexdigest())"
@@ -195,7 +195,7 @@ def test_a_host_that_stalls_ends_the_wait_not_the_gpu_and_the_token_goes_on(
 
 def test_a_host_that_is_killed_in_a_token_leaves_the_gpu_to_others(catalog: Catalog, slots: SharedSlots) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from tests.kernels import test_turns as t\n"
+        "import os, signal, sys; from pathlib import Path; from tests.kernels import test_device_turns as t\n"
         "catalog = t.BLOCKS.write(Path(sys.argv[1]) / 'experts.bin')\n"
         "with t.opened(catalog, 2, 60) as slots:\n"
         "    rig = t.Rig(slots, t.LAYERS, 1, t.TOP_K, t.Method('split')); rig.fill(*t.inputs(1)); rig.graph.replay()\n"
