@@ -11,6 +11,10 @@ BENCHMARKS = {
         "the routed experts on the processor, every instruction set it has",
     ),
     "disk": ("services.tools.bench_disk", "random expert blocks from a disk, by reads in flight; or an emulated drive"),
+    "misses": (
+        "services.tools.bench_misses",
+        "expert layers with a cache that misses, from an emulated drive or the disk, against the plan",
+    ),
     "experts": ("services.tools.bench_experts", "a layer's routed experts on GPU and CPU, every placement in one run"),
     "sampling": ("services.tools.bench_sampling", "from logits to an id, beside the definition"),
     "decode": ("services.tools.bench_decode", "whole tokens on GPU and CPU: the published method, ours, and the floor"),

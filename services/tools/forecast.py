@@ -10,7 +10,7 @@ from math import comb
 import numpy as np
 
 from services.tools.hardware import PCIE_GB_S, Box
-from services.tools.predict import GB, Method, Shape, Token, layer_of, token
+from services.tools.predict import GB, Layer, Method, Shape, Token, layer_of, token
 
 # Share of all experts in RAM, and hits under plain LRU: `thimble simulate calibrated --policy lru --prefetch off`, 1000
 # tokens of the generator that is held to what was published of the real model (81-84 % at 24 %).
@@ -39,15 +39,19 @@ def hit_rate(share: float) -> float:
 def decode(shape: Shape, box: Box, method: Method, hits: float) -> Token:
     """A token's time. Missing blocks fall on the layers as independent draws do: a layer waits for its own, so that
     uneven ones cost more than the mean."""
-    layer, k, miss = layer_of(shape, box.rates, method), shape.experts_per_token, 1 - hits
-    busy_ns = layer.gap_ns + k * layer.expert_ns
-    exposed_ns = sum(
-        comb(k, reads) * miss**reads * hits ** (k - reads) * (layer.time_ns(k, reads) - busy_ns)
-        for reads in range(k + 1)
-    )
-    reads = k * miss
-    hidden = 1 - exposed_ns / (reads * layer.read_ns) if reads else 1.0
+    layer = layer_of(shape, box.rates, method)
+    reads = shape.experts_per_token * (1 - hits)
+    hidden = 1 - exposed_ns(layer, shape.experts_per_token, hits) / (reads * layer.read_ns) if reads else 1.0
     return token(shape, box.rates, method, reads * shape.moe_layers, hidden=hidden)
+
+
+def exposed_ns(layer: Layer, experts: int, hits: float) -> float:
+    """Of a layer's reads, what nothing hides, over all numbers of misses that may come."""
+    busy_ns, miss = layer.gap_ns + experts * layer.expert_ns, 1 - hits
+    return sum(
+        comb(experts, reads) * miss**reads * hits ** (experts - reads) * (layer.time_ns(experts, reads) - busy_ns)
+        for reads in range(experts + 1)
+    )
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ In seconds, not minutes: a plan needs them within some percent. Owns the measuri
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 
 from kernels.block import BlockLayout
 from kernels.experts.host.binding import Catalog, Host, open_drives, read_rate
-from kernels.experts.host.drives import choose_depth
+from kernels.experts.host.drives import Drive, choose_depth
 from kernels.workers.pool import Workers, native
 from services.tools.hardware import MIB, Card
 from services.tools.predict import GB, Method, Shape
@@ -49,10 +49,12 @@ def dram_gb_s(workers: Workers, size_bytes: int = READ_BYTES) -> float:
     return best_gb_s(read)
 
 
-def cpu_gb_s(workers: Workers, catalog: Catalog, blocks: SyntheticBlocks, shape: Shape) -> float:
+def cpu_gb_s(
+    workers: Workers, catalog: Catalog, blocks: SyntheticBlocks, shape: Shape, drives: Sequence[Drive] | None = None
+) -> float:
     """Expert bytes (`up` and alive rows of `down`) that the host library's step gets through with all in RAM."""
     experts, top_k = blocks.experts, shape.experts_per_token
-    host = Host(catalog, workers, slots=experts, readers=4)
+    host = Host(catalog, workers, slots=experts, readers=4, drives=drives)
     order = torch.from_numpy(np.random.default_rng(0).permutation(experts).astype(np.int32))
     batches = [order[begin : begin + top_k][None] for begin in range(0, experts - top_k + 1, top_k)]
     weights, x = torch.ones(1, top_k), blocks.inputs(1, seed=1)

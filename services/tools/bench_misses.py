@@ -1,0 +1,197 @@
+"""`thimble bench misses`: expert layers on the processor with a cache that does not hold all experts, from an emulated
+drive or this machine's disk, held against what the planner says of the same run.
+
+Synthetic: the full shape's routing is made up (traces/generators.py) and a few blocks stand for all experts. Between
+two layers it waits as long as a card would take for the dense part. A plan knows the processor's rate measured here
+with all in RAM, the drive's rate, and the hits that a replay of the routing finds; the time of a token is compared.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kernels.block import BlockLayout
+from kernels.experts.host.binding import Catalog, Host, open_drives, read_rate
+from kernels.experts.host.drives import Drive, EmulatedDrive
+from kernels.experts.host.replay import SHIPPED, Routing, replay
+from kernels.workers.pool import Workers, default_threads
+from services.tools import figures, measure
+from services.tools.forecast import exposed_ns
+from services.tools.predict import SUPER, Layer, Method
+from services.tools.synthetic_blocks import SyntheticBlocks
+from services.tools.traces.generators import generate
+
+LAYOUT = BlockLayout(SUPER.latent, SUPER.width)
+TRACES = ("calibrated", "zipf", "markov")  # those without prompts
+SPIN_US = 2000  # workers stay awake between the layers of a token
+READERS = 8
+CARRIED_MS = 18.6 + 0.8  # of a token: dense weights on an RTX 5060, and hand-offs, as `thimble plan` has them
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A token's, in milliseconds; `waited_ms` for the disk, `read_ms` is what its misses would take one by one."""
+
+    token_ms: float
+    gap_ms: float
+    misses: float
+    waited_ms: float
+    read_ms: float
+
+    @property
+    def hidden(self) -> float:
+        return 1 - self.waited_ms / self.read_ms if self.read_ms else 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--share", type=numbers, default=[0.24, 0.33], help="of all experts in RAM (default 0.24,0.33)")
+    parser.add_argument("--disk", type=numbers, default=[7.0, 12.0], metavar="GB/S", help="emulated (default 7,12)")
+    parser.add_argument("--folder", type=Path, help="this machine's disk instead, with a file made here")
+    parser.add_argument("--physical", type=int, default=1031, help="blocks that stand for all, 3.1 MB each (1031)")
+    parser.add_argument("--tokens", type=int, default=60, help="timed (default 60)")
+    parser.add_argument("--warm", type=int, default=200, help="tokens before them, which fill the cache (default 200)")
+    parser.add_argument(
+        "--trace", choices=TRACES, default="calibrated", help="generator of the routing (default calibrated)"
+    )
+    parser.add_argument("--threads", type=int, default=0, help="that compute (default: cores less two)")
+    parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
+
+
+def numbers(text: str) -> list[float]:
+    return [float(word) for word in text.split(",")]
+
+
+def run(args: argparse.Namespace) -> int:
+    workers = Workers(args.threads or default_threads(), SPIN_US)
+    routing = generate(args.trace, args.warm + args.tokens)
+    blocks = SyntheticBlocks(LAYOUT, routing.layers, routing.experts)
+    errors = []
+    with drives(args, blocks) as (catalog, rates):
+        cpu = processor(workers, blocks)
+        print(f"{workers.threads} threads, experts at {cpu:.1f} GB/s with all in RAM; routing: {args.trace}; synthetic")
+        print(f"{'share':>6}{'disk':>7}{'prefetch':>10}{'misses':>9}{'ms':>8}{'planned':>9}{'hidden':>8}")
+        for share, (disk, drive) in product(args.share, rates):
+            for prefetch in ("off", "auto"):
+                slots = max(routing.ids.shape[1], int(share * SUPER.blocks))
+                host = Host(catalog, workers, slots=slots, readers=READERS, prefetch=prefetch, drives=[drive])
+                try:
+                    found = replayed(host, routing, args, blocks, disk)
+                finally:
+                    host.close()
+                planned = plan_ms(routing, args, slots, cpu, disk, found.gap_ms)
+                if prefetch == "off":
+                    errors.append(abs(planned / found.token_ms - 1))
+                print(
+                    f"{share:>6.2f}{disk:>7.1f}{prefetch:>10}{found.misses:>9.1f}{found.token_ms:>8.1f}"
+                    f"{planned if prefetch == 'off' else float('nan'):>9.1f}{found.hidden:>8.0%}",
+                    flush=True,
+                )
+                if args.out:
+                    what = f"{disk:.1f} GB/s {'disk' if args.folder else 'emulated drive'}, prefetch {prefetch}"
+                    note = (
+                        f"experts on the processor, {share:.2f} of them in RAM, {what}, {args.trace} routing, synthetic"
+                    )
+                    figures.append(args.out, "misses.ms_token", found.token_ms, "ms", note)
+                    figures.append(args.out, "misses.hidden_share", found.hidden, "", note)
+    print(f"the plan was wrong by at most {100 * max(errors):.1f} %")
+    if args.out:
+        note = f"expert layers on the processor with misses, {len(errors)} configurations, prefetch off, synthetic"
+        figures.append(args.out, "plan.error_max", max(errors), "", note)
+    return 0
+
+
+@contextmanager
+def drives(args: argparse.Namespace, blocks: SyntheticBlocks) -> Iterator[tuple[Catalog, list[tuple[float, Drive]]]]:
+    """The catalog of all experts, and drives with their rates in GB/s."""
+    if args.folder is None:
+        memory, catalog = blocks.memory(args.physical)
+        yield catalog, [(rate, EmulatedDrive(memory, gb_s=rate)) for rate in args.disk]
+        return
+    with tempfile.NamedTemporaryFile(dir=args.folder, prefix="thimble-bench-", suffix=".blocks") as file:
+        catalog = blocks.write(Path(file.name), args.physical)
+        opened = open_drives(catalog)
+        yield catalog, [(read_rate(catalog, opened, READERS, 1_000_000_000), opened[0])]
+
+
+def processor(workers: Workers, blocks: SyntheticBlocks) -> float:
+    """GB/s of expert bytes with all in RAM, through the same calls as below."""
+    alone = SyntheticBlocks(blocks.layout, 1, measure.BLOCKS)
+    memory, catalog = alone.memory(measure.BLOCKS)
+    return measure.cpu_gb_s(workers, catalog, alone, SUPER, [EmulatedDrive(memory, gb_s=100.0)])
+
+
+def replayed(host: Host, routing: Routing, args: argparse.Namespace, blocks: SyntheticBlocks, disk: float) -> Measured:
+    """The routing's tokens one after the other; the last `tokens` of them are timed."""
+    weights, x = torch.ones(1, routing.ids.shape[1]), blocks.inputs(1, seed=1)
+    gap_s, waiting_s = CARRIED_MS / 1e3 / routing.layers, 0.0
+    begin_step = args.warm * routing.layers
+    begun, before = time.perf_counter(), host.counters()
+    for step, (layer, row) in enumerate(zip(routing.layer.tolist(), routing.ids, strict=True)):
+        if step == begin_step:
+            begun, before, waiting_s = time.perf_counter(), host.counters(), 0.0
+        for ahead, guess in enumerate(routing.guesses, 1):
+            if layer + ahead < routing.layers:
+                host.prefetch(layer + ahead, guess[step][guess[step] >= 0])
+        host.step(layer, torch.from_numpy(row)[None], weights, x)
+        if step >= begin_step:
+            waiting_s += pause(gap_s)
+    seconds, after = time.perf_counter() - begun, host.counters()
+    tokens, misses = args.tokens, (after["misses"] - before["misses"]) / args.tokens
+    return Measured(
+        token_ms=1e3 * seconds / tokens,
+        gap_ms=1e3 * waiting_s / tokens,
+        misses=misses,
+        waited_ms=(after["disk_wait_ns"] - before["disk_wait_ns"]) / 1e6 / tokens,
+        read_ms=misses * blocks.layout.block_bytes / disk / 1e6,
+    )
+
+
+def pause(seconds: float) -> float:
+    """Sleep, and watch the clock for the last piece: a sleep alone is late by a tenth of a layer. Returns how long."""
+    begun = time.perf_counter()
+    time.sleep(max(0.0, seconds - 150e-6))
+    while time.perf_counter() - begun < seconds:
+        pass
+    return time.perf_counter() - begun
+
+
+def plan_ms(routing: Routing, args: argparse.Namespace, slots: int, cpu: float, disk: float, gap_ms: float) -> float:
+    """A token as the planner has it. How often a block is missing comes from a replay, not from the run."""
+    hits = replayed_hits(routing, args.warm, slots)
+    layer = Layer(
+        gap_ns=gap_ms * 1e6 / routing.layers,
+        expert_ns=Method.CPU.expert_bytes(SUPER) / cpu,
+        read_ns=LAYOUT.block_bytes / disk,
+        overlapped=True,
+    )
+    top_k = routing.ids.shape[1]
+    of_layer = layer.gap_ns + top_k * layer.expert_ns + exposed_ns(layer, top_k, hits)
+    return float(routing.layers * of_layer / 1e6)
+
+
+def replayed_hits(routing: Routing, warm: int, slots: int) -> float:
+    """Hits after the first `warm` tokens: those of the whole routing less those of its beginning."""
+    whole, beginning = (replay(part, SHIPPED, [slots])[0] for part in (routing, first_tokens(routing, warm)))
+    lookups = whole.decode_lookups - beginning.decode_lookups
+    return float((whole.decode_hits - beginning.decode_hits) / lookups)
+
+
+def first_tokens(routing: Routing, tokens: int) -> Routing:
+    steps = tokens * routing.layers
+    cut: Sequence[np.ndarray[tuple[int, int], np.dtype[np.int32]]] = [guess[:steps] for guess in routing.guesses]
+    return Routing(
+        routing.layers,
+        routing.experts,
+        routing.layer[:steps],
+        routing.first[: steps + 1],
+        routing.ids[:steps],
+        tuple(cut),
+    )

@@ -1,0 +1,54 @@
+"""The benchmark with misses, on tiny blocks: its rows, and that the plan follows what is measured."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from kernels.block import BlockLayout
+from services.tools import bench_misses, measure
+from services.tools.cli import main
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_misses, "LAYOUT", BlockLayout(64, 32))
+    monkeypatch.setattr(bench_misses, "CARRIED_MS", 4.0)
+    monkeypatch.setattr(measure, "BLOCKS", 44)
+
+
+def rows(path: Path, name: str) -> list[float]:
+    return [float(row["value"]) for row in csv.DictReader(path.read_text().splitlines()) if row["name"] == name]
+
+
+def test_shares_and_drives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "machine.csv"
+    words = ["--share", "0.1,0.3", "--disk", "0.02", "--physical", "31", "--tokens", "3", "--warm", "12"]
+    assert main(["bench", "misses", *words, "--threads", "1", "--out", str(out)]) == 0
+    token_ms, hidden = rows(out, "misses.ms_token"), rows(out, "misses.hidden_share")
+    assert len(token_ms) == len(hidden) == 4
+    assert token_ms[2] < token_ms[0], "more experts in RAM, fewer reads of 0.2 ms each"
+    assert all(share <= 1 for share in hidden)
+    [error] = rows(out, "plan.error_max")
+    assert error < 1.0
+    assert f"wrong by at most {100 * error:.1f} %" in capsys.readouterr().out
+
+
+def test_this_machines_disk(tmp_path: Path) -> None:
+    words = ["--share", "0.2", "--physical", "31", "--tokens", "2", "--warm", "4", "--threads", "1"]
+    assert main(["bench", "misses", "--folder", str(tmp_path), *words]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pause_is_as_long_as_asked() -> None:
+    for seconds in (0.0, 50e-6, 2e-3):
+        assert bench_misses.pause(seconds) >= seconds
+
+
+def test_hits_after_the_beginning() -> None:
+    """All in RAM: what the beginning named is a hit, what it did not is none."""
+    routing = bench_misses.generate("markov", 20)
+    all_there = bench_misses.replayed_hits(routing, 15, 20480)
+    assert 0.5 < all_there < 1
+    assert bench_misses.replayed_hits(routing, 15, 2000) < all_there
+    assert len(bench_misses.first_tokens(routing, 15).layer) == 600
