@@ -13,7 +13,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 
 import llguidance
@@ -77,41 +77,43 @@ class Grammars:
         self._timeout_s = timeout_s
         self._pool = ThreadPoolExecutor(THREADS, "grammar")
         self._kept: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
-        self._lock = threading.Lock()  # guards _kept
-        self._tokenizer: LLTokenizer | None = None
-        self._reading = threading.Lock()  # guards _tokenizer
+        self._words: Future[LLTokenizer] | None = None
+        self._lock = threading.Lock()  # guards _kept and _words
 
     def matcher(self, grammar: Grammar, stop_ids: Iterable[int]) -> Matcher:
         """For one answer; waits until the grammar is worked out. Raises GrammarError, and UnsupportedError where there
         is no tokenizer.json."""
         work = self._work(grammar)
+        words = self._vocabulary().result()
         try:
             worked_out = work.result(self._timeout_s)
-        except TimeoutError:
+        except (TimeoutError, CancelledError):
             raise self._too_slow(work) from None
-        assert self._tokenizer is not None
-        return Matcher(worked_out.deep_copy(), self._vocab_size, stop_ids, self._tokenizer.eos_tokens)
+        return Matcher(worked_out.deep_copy(), self._vocab_size, stop_ids, words.eos_tokens)
 
     async def prepare(self, grammar: Grammar) -> None:
         """Wait until `matcher` has its answer at once. Raises GrammarError if that takes too long."""
         work = self._work(grammar)
+        reading = asyncio.wrap_future(self._vocabulary())
+        await asyncio.wait({reading})
         waiting = asyncio.wrap_future(work)
-        if not (await asyncio.wait({waiting}, timeout=self._timeout_s))[0]:
+        await asyncio.wait({waiting}, timeout=self._timeout_s)
+        if not waiting.done() or waiting.cancelled():
             raise self._too_slow(work)
-        if not waiting.cancelled():
-            waiting.exception()  # `matcher` raises it
+        reading.exception(), waiting.exception()  # which `matcher` raises
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _too_slow(self, work: "Future[LLMatcher]") -> GrammarError:
-        work.cancel()
+        work.cancel()  # if it has not begun; whoever else waits for it has waited too long as well, or soon will have
         return GrammarError(f"the grammar was not worked out within {self._timeout_s:g} s: make it simpler")
 
     def _work(self, grammar: Grammar) -> "Future[LLMatcher]":
         size_bytes = len(grammar.text.encode())
         if size_bytes > self._most_bytes:
             raise GrammarError(f"the grammar has {size_bytes} bytes, more than the {self._most_bytes} that are taken")
+        self._vocabulary()
         with self._lock:
             work = self._kept.pop(grammar, None)
             if work is None or work.cancelled():
@@ -122,7 +124,7 @@ class Grammars:
             return work
 
     def _work_out(self, grammar: Grammar) -> LLMatcher:
-        tokenizer = self._read_tokenizer()
+        tokenizer = self._vocabulary().result()  # asked for before, so that it is not behind us in the pool
         limits = LLParserLimits(verbose_errors=False, max_lexer_states=MOST_LEXER_STATES)
         matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=limits)
         if matcher.is_error():
@@ -133,15 +135,18 @@ class Grammars:
             raise GrammarError(f"no text fits the grammar: {error}") from None
         return matcher
 
+    def _vocabulary(self) -> "Future[LLTokenizer]":
+        """Read once; a large one takes a second, which no grammar's time limit has to cover."""
+        with self._lock:
+            if self._words is None:
+                self._words = self._pool.submit(self._read_tokenizer)
+            return self._words
+
     def _read_tokenizer(self) -> LLTokenizer:
-        with self._reading:
-            if self._tokenizer is None:
-                try:
-                    text = self._file.read_text(encoding="utf-8")
-                    self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size)
-                except (OSError, ValueError) as error:
-                    raise UnsupportedError(f"this engine follows no grammars: {self._file}: {error}") from error
-            return self._tokenizer
+        try:
+            return LLTokenizer(self._file.read_text(encoding="utf-8"), n_vocab=self._vocab_size)
+        except (OSError, ValueError) as error:
+            raise UnsupportedError(f"this engine follows no grammars: {self._file}: {error}") from error
 
 
 def _source(grammar: Grammar) -> str:

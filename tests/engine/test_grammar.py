@@ -1,5 +1,6 @@
 """Answers of the demo model that follow a grammar: what may come next, in every combination with the other wishes."""
 
+import asyncio
 import json
 import re
 import time
@@ -10,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from demo_engine import STOP, Demo, demo, tokenizer
-from toy_engine import toy
+from toy_engine import soon, toy
 from toy_server import Stream, channel_to, code_of, serving, start
 
 from services.engine.errors import GrammarError, IdsError, UnsupportedError
@@ -293,3 +294,28 @@ def test_the_tokenizer_of_the_store_is_used(demo_store: Store, tmp_path: Path) -
             grammars.matcher(REGEX, STOP)
     finally:
         grammars.close()
+
+
+def test_a_queue_of_slow_grammars_keeps_nobody_waiting_for_long(demo_store: Store) -> None:
+    """Two are worked on, the others give up in time; one that two wait for is given up by both."""
+    slow = [Grammar(Form.JSON_SCHEMA, json.dumps({"enum": [f"{n} number {i}" for i in range(90_000)]})) for n in "abc"]
+    grammars = Grammars(demo_store.folder / "tokenizer.json", 4096, 4_000_000, 0.05)
+
+    async def ask_all() -> list[object]:
+        asked = [grammars.prepare(grammar) for grammar in (*slow, slow[2], REGEX)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    try:
+        grammars._vocabulary().result()
+        began = time.perf_counter()
+        found = asyncio.run(ask_all())
+        assert time.perf_counter() - began < 5
+        assert all("not worked out within" in str(error) for error in found), found
+        assert soon(lambda: not isinstance(asyncio.run(settled(grammars)), GrammarError)), "later it is"
+    finally:
+        grammars.close()
+
+
+async def settled(grammars: Grammars) -> object:
+    [found] = await asyncio.gather(grammars.prepare(REGEX), return_exceptions=True)
+    return found
