@@ -134,7 +134,7 @@ async def _restore(engine: Engine, ids: Sequence[int], record: Record, store: St
 def _raw_read(url: str, record: Record, size_bytes: int) -> float:
     """The same bytes over one connection, received into one buffer and thrown away."""
     name = payload_name(record.head.state_id)
-    commands = [("HGET", name, str(index)) for index in range(record.head.chunks)]
+    commands: list[tuple[str, ...]] = [("HGET", name, str(index)) for index in range(record.head.chunks)]
     commands += [("GET", block_name(block)) for block in record.blocks]
     request = b"".join(
         b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word.encode()) for word in words)

@@ -1,0 +1,158 @@
+"""The kill drill: dialogs with a fleet whose members are killed at random moments, each turn held against a fleet that
+nobody kills and that never restores a state. `python tests/drills/kill_drill.py --turns 200` runs the long one.
+
+Right means: the same greedy text as the reference. Not lost means: what was stored before the turn under way is found
+again, unless the store itself was killed; what was in flight, the turn before, may be read again.
+"""
+
+import argparse
+import contextlib
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fleet import REDIS, Fleet
+
+from services.tools import figures
+from services.tools.repack import repack
+
+DEMO = Path(__file__).parents[2] / "demo"
+TURNS_OF_A_DIALOG = 10
+CLOSING_TOKENS = 8  # of the template between two turns: what a state before an answer has not read of the history
+QUESTIONS = (
+    "What is {n} + {m}?",
+    "Tell me a short story about a fox.",
+    "What is the capital of France?",
+    "How many days has a week?",
+    "And what is {m} - 1?",
+)
+
+
+class Report:
+    def __init__(self) -> None:
+        self.turns = self.wrong = self.lost = self.other_tokens = self.cached_tokens = self.prompt_tokens = 0
+        self.kills: Counter[str] = Counter()
+        self.failures: list[str] = []
+
+    def __str__(self) -> str:
+        kills = ", ".join(f"{name} {count}" for name, count in sorted(self.kills.items()))
+        return (
+            f"{self.turns} turns, killed: {kills}; wrong answers {self.wrong}, lost dialogs {self.lost}, turns whose "
+            f"history was tokenised otherwise {self.other_tokens}; {self.cached_tokens} of {self.prompt_tokens} prompt "
+            "tokens came from snapshots"
+        )
+
+
+class Killer:
+    """Kills one member after a random time and starts it again a moment later, in a thread."""
+
+    def __init__(self, fleet: Fleet, choose: random.Random) -> None:
+        self._fleet, self._choose = fleet, choose
+        self._thread: threading.Thread | None = None
+
+    def strike(self) -> str:
+        """Returns at once with the name of who is going to be killed."""
+        self.wait()
+        name = self._choose.choice(self._fleet.names)
+        after_s, away_s = self._choose.uniform(0.0, 1.2), self._choose.uniform(0.0, 1.0)
+
+        def run() -> None:
+            time.sleep(after_s)
+            self._fleet.kill(name)
+            time.sleep(away_s)
+            self._fleet.start(name)
+
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+        return name
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+
+def drill(fleet: Fleet, reference: Fleet, turns: int, seed: int, say: Callable[[str], None]) -> Report:
+    report, choose = Report(), random.Random(seed)
+    killer = Killer(fleet, choose)
+    store_killed_at = -10
+    for number in range(-(-turns // TURNS_OF_A_DIALOG)):
+        dialog: list[Any] = [{"role": "system", "content": f"You are helper number {number}."}]
+        read: list[int] = []  # prompt tokens of each turn
+        for turn in range(min(TURNS_OF_A_DIALOG, turns - report.turns)):
+            n, m = choose.randrange(2, 40), choose.randrange(2, 40)
+            dialog.append({"role": "user", "content": choose.choice(QUESTIONS).format(n=n, m=m)})
+            if choose.random() < 0.6:
+                victim = killer.strike()
+                report.kills[victim] += 1
+                store_killed_at = report.turns if victim == REDIS else store_killed_at
+            reply = fleet.chat(dialog)
+            expected = reference.chat(dialog)
+            _judge(report, reply, expected, read, report.turns - store_killed_at > 2)
+            dialog.append(expected["choices"][0]["message"])
+            report.turns += 1
+            say(f"turn {report.turns}: {report}")
+            time.sleep(choose.uniform(0.0, 0.6))
+            if turn % 3 == 2:
+                killer.wait()
+    killer.wait()
+    return report
+
+
+def _judge(report: Report, reply: Any, expected: Any, read: list[int], store_is_old: bool) -> None:
+    said, wanted = (one["choices"][0]["message"]["content"] for one in (reply, expected))
+    prompt_tokens = reply["usage"]["prompt_tokens"]
+    cached_tokens = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+    report.prompt_tokens += prompt_tokens
+    report.cached_tokens += cached_tokens
+    if prompt_tokens != expected["usage"]["prompt_tokens"]:
+        report.other_tokens += 1  # the ids that were generated, where the reference reads its own text again
+    elif said != wanted:
+        report.wrong += 1
+        report.failures.append(f"turn {report.turns}: {said!r} instead of {wanted!r}")
+    if len(read) >= 2 and store_is_old and cached_tokens < read[-2] - CLOSING_TOKENS:
+        report.lost += 1
+        report.failures.append(
+            f"turn {report.turns}: {cached_tokens} cached, {read[-2]} tokens were read two turns ago"
+        )
+    read.append(prompt_tokens)
+
+
+@contextlib.contextmanager
+def fleets(store: Path, folder: Path) -> Iterator[tuple[Fleet, Fleet]]:
+    """The one whose members die, and the one they are held against."""
+    for name in ("fleet", "reference"):
+        (folder / name).mkdir()
+    bare = {"ENGINE_HOT_STATES_GB": "0", "API_READ_AHEAD": "false"}
+    with (
+        Fleet(store, folder / "fleet", ENGINE_WORKERS="1", ENGINE_HOT_STATES_GB="0.05") as fleet,
+        Fleet(store, folder / "reference", engines=1, redis_mb=0, ENGINE_WORKERS="1", **bare) as reference,
+    ):
+        yield fleet, reference
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        store = repack(DEMO, Path(name) / "demo", say=lambda text: None).folder
+        with fleets(store, Path(name)) as (fleet, reference):
+            report = drill(fleet, reference, args.turns, args.seed, lambda text: print(text, flush=True))
+    print(report, *report.failures, sep="\n")
+    if args.out:
+        note = f"demo model, two engines; {report}"
+        figures.append(args.out, "snapshot.drill_wrong", report.wrong, "answers", note)
+        figures.append(args.out, "snapshot.drill_lost", report.lost, "dialogs", note)
+    return 1 if report.wrong or report.lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
