@@ -38,6 +38,8 @@ SUBCOMMANDS = {
     "bench": Subcommand("services.tools.bench", "measure a part of the engine on this machine"),
     "profile": Subcommand("services.tools.profile", "a token's timeline on the GPU: picture, Chrome trace, table"),
     "verify": Subcommand("services.tools.verify", "is a store's model that of its checkpoint? against transformers"),
+    "teach": Subcommand("services.tools.train_vision.command", "teach a small checkpoint to see drawings"),
+    "see": Subcommand("services.tools.train_vision.exam", "show a running server drawings; how many it gets right"),
     "perplexity": Subcommand("services.tools.perplexity", "how well a checkpoint predicts given texts"),
 }
 

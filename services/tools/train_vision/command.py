@@ -1,0 +1,72 @@
+"""`thimble teach`: from a checkpoint that only reads to one that also sees small drawings and numbers.
+
+The language model is not touched: the new checkpoint has the same files, the vision tensors beside them, and a
+config.json that names both.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.engine.errors import CheckpointError
+from services.engine.model_config import read_config
+from services.tools.train_vision.network import Network, config_entries, small_config
+from services.tools.train_vision.training import Training
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", type=Path, help="a quantised checkpoint without vision, such as demo")
+    parser.add_argument("out", type=Path, help="folder for the new checkpoint; must not exist")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of training (9)")
+    parser.add_argument("--batch", type=int, default=128, help="drawings a step (128)")
+    parser.add_argument("--workers", type=int, default=12, help="processes that draw (12)")
+    parser.add_argument("--width", type=int, default=192, help="of the tower, a multiple of 48 (192)")
+    parser.add_argument("--blocks", type=int, default=6, help="of the tower (6)")
+    parser.add_argument("--score", type=int, default=8, help="batches of held-out drawings to score at the end (8)")
+
+
+def run(args: argparse.Namespace) -> int:
+    raw = read_config(args.checkpoint)
+    if "llm_config" in raw or "vision_config" in raw:
+        raise CheckpointError(f"{args.checkpoint}: has a vision side already; give one without")
+    if args.out.exists():
+        raise CheckpointError(f"{args.out}: exists; give a new folder")
+    network = Network(small_config(raw["hidden_size"], args.width, args.blocks))
+    training = Training(args.checkpoint, network, args.device, args.batch, args.workers, print)
+    training.run(args.minutes)
+    if args.score:
+        print(
+            f"held-out drawings answered right: {100 * training.score(args.score):.1f} % of {args.score * args.batch}"
+        )
+    write(args.checkpoint, args.out, network)
+    print(f"{args.out}: a checkpoint that sees; next: thimble repack {args.out} STORE, thimble up --store STORE")
+    return 0
+
+
+def write(checkpoint: Path, out: Path, network: Network) -> None:
+    """The checkpoint with the network beside its tensors, in the style of 3.5-Super-VL."""
+    raw = read_config(checkpoint)
+    shutil.copytree(checkpoint, out, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json", "config.json"))
+    quantised = raw.pop("quantization_config", None)
+    whole = {
+        "architectures": ["NemotronH_Omni_Reasoning_V3"],
+        "model_type": "nemotron_h_omni",
+        "llm_config": raw,
+        "sound_config": None,
+        **config_entries(network.config),
+    }
+    (out / "config.json").write_text(
+        json.dumps(whole | ({"quantization_config": quantised} if quantised else {}), indent=1)
+    )
+    parts = {"language.safetensors": {}, "vision.safetensors": network.checkpoint_tensors()}
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        parts["language.safetensors"] |= load_file(path)
+    where = {name: file for file, tensors in parts.items() for name in tensors}
+    for file, tensors in parts.items():
+        save_file(tensors, out / file)
+    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
