@@ -7,6 +7,9 @@
 // come here as demanded, see sweep.h). It raises a block to half a use at most, and no time passes in it, so it evicts nothing
 // that decode has named within the last half-life, however long the prompt. It may take some room of more value, lest it read
 // one block at a time; when it has that, it waits for its own to be done.
+//
+// A hinted block stays out of it until its layer's turn has passed; if it was not named then, it has what its past is worth,
+// mostly nothing, and leaves first. Hints wait when they have an eighth of the slots.
 
 #include <algorithm>
 #include <cmath>
@@ -23,30 +26,41 @@ class Layered : public Policy {
  public:
   explicit Layered(PolicySizes sizes)
       : experts_(sizes.experts), rate_(1.0 / sizes.slots),
-        most_swept_(std::max(sizes.slots / 32, std::min(16, sizes.slots / 2))), value_(size_t(sizes.keys()), -INFINITY), clock_(size_t(sizes.layers)), orders_(size_t(sizes.layers)),
-        key_(size_t(sizes.slots), NO_KEY), swept_(size_t(sizes.slots)) {}
+        most_swept_(std::max(sizes.slots / 32, std::min(16, sizes.slots / 2))),
+        most_hinted_(std::max(1, sizes.slots / 8)), value_(size_t(sizes.keys()), -INFINITY), clock_(size_t(sizes.layers)), orders_(size_t(sizes.layers)),
+        hinted_(size_t(sizes.layers)), key_(size_t(sizes.slots), NO_KEY), swept_(size_t(sizes.slots)),
+        is_hinted_(size_t(sizes.slots)) {}
 
   void loaded(int slot, Key key, Why why) override {
     key_[size_t(slot)] = key;
+    if (why == Why::prefetch) {
+      hinted_[size_t(key / experts_)].push_back(slot);
+      is_hinted_[size_t(slot)] = 1;
+      hinted_slots_++;
+      return;
+    }
     set_swept(slot, why == Why::sweep);
     count(key, why);
     order(key).emplace(value_[size_t(key)], slot);
   }
   void used(int slot, Why why) override {
     const Key key = key_[size_t(slot)];
-    order(key).erase({value_[size_t(key)], slot});
-    if (why == Why::demand) set_swept(slot, false);
+    if (is_hinted_[size_t(slot)])
+      set_swept(slot, why == Why::sweep);
+    else if (why == Why::demand)
+      set_swept(slot, false);
+    take_out(slot);
     count(key, why);
     order(key).emplace(value_[size_t(key)], slot);
   }
   void left(int slot) override {
-    const Key key = key_[size_t(slot)];
-    order(key).erase({value_[size_t(key)], slot});
+    take_out(slot);
     set_swept(slot, false);
   }
 
   int victim(const Evictable& slots, Key key, Why why) override {
     if (why == Why::demand || why == Why::sweep) turn(key);
+    if (why == Why::prefetch && hinted_slots_ >= most_hinted_) return -1;
     int found = -1;
     double least = why == Why::sweep && swept_slots_ >= most_swept_ ? HALF + 1e-9 : INFINITY;
     for (size_t layer = 0; layer < orders_.size(); layer++) {
@@ -59,6 +73,9 @@ class Layered : public Policy {
         break;
       }
     }
+    for (size_t layer = 0; layer < hinted_.size() && found < 0 && why == Why::demand; layer++)
+      for (const int slot : hinted_[layer])
+        if (slots.evictable(slot)) found = slot;
     return found;
   }
 
@@ -71,15 +88,37 @@ class Layered : public Policy {
     swept_[size_t(slot)] = swept;
   }
 
+  void take_out(int slot) {
+    const Key key = key_[size_t(slot)];
+    if (!is_hinted_[size_t(slot)]) {
+      order(key).erase({value_[size_t(key)], slot});
+      return;
+    }
+    auto& hinted = hinted_[size_t(key / experts_)];
+    hinted.erase(std::find(hinted.begin(), hinted.end(), slot));
+    is_hinted_[size_t(slot)] = 0;
+    hinted_slots_--;
+  }
+
   void turn(Key key) {
-    if (key / experts_ != layer_) clock_[size_t(key / experts_)] = double(lookups_);
-    layer_ = key / experts_;
+    const int layer = key / experts_;
+    if (layer == layer_ && orders_.size() > 1) return;
+    if (layer_ >= 0) {
+      for (const int slot : hinted_[size_t(layer_)]) {
+        is_hinted_[size_t(slot)] = 0;
+        order(key_[size_t(slot)]).emplace(value_[size_t(key_[size_t(slot)])], slot);
+      }
+      hinted_slots_ -= int(hinted_[size_t(layer_)].size());
+      hinted_[size_t(layer_)].clear();
+    }
+    clock_[size_t(layer)] = double(lookups_);
+    layer_ = layer;
   }
 
   // As in policy_decay.cpp, the logarithm of what the value would be at time 0 had it grown instead of halving.
   void count(Key key, Why why) {
     double& value = value_[size_t(key)];
-    if (why == Why::prefetch || why == Why::warm) {
+    if (why == Why::warm) {
       value = std::max(value, HALF + rate_ * clock_[size_t(key / experts_)]);
       return;
     }
@@ -96,15 +135,17 @@ class Layered : public Policy {
 
   const int experts_;
   const double rate_;
-  const int most_swept_;
+  const int most_swept_, most_hinted_;
   int layer_ = -1;  // whose turn it is
   int64_t lookups_ = 0;
   std::vector<double> value_;  // of a key, in RAM or not
   std::vector<double> clock_;  // of a layer: lookups when its turn began
   std::vector<std::set<std::pair<double, int>>> orders_;  // of a layer: its blocks, the least value first
+  std::vector<std::vector<int>> hinted_;                  // of a layer: slots with blocks that were only hinted
   std::vector<Key> key_;       // of a slot
   std::vector<int> swept_;     // of a slot: a sweep brought its block, and decode has not named it since
-  int swept_slots_ = 0;
+  std::vector<int> is_hinted_;
+  int swept_slots_ = 0, hinted_slots_ = 0;
 };
 
 }  // namespace
