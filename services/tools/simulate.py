@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kernels.experts.host.replay import PREFETCH, SHIPPED, Clock, Counts, replay
+from services.tools import figures
 from services.tools.predict import GB, Method, Rates, Shape, layer_of
 from services.tools.traces import calibration, compare, tried
 from services.tools.traces.generators import GENERATORS
@@ -115,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if not args.traces:
         raise SystemExit("thimble simulate: name a trace, or --compare, --calibration or --tried")
+    differences = []
     for one in found:
         sizes = sizes_of(args, one.shape)
         clock = clock_of(one.shape, rates, Method(args.method), args.prefetch)
@@ -125,4 +127,10 @@ def run(args: argparse.Namespace) -> int:
         difference = live(one)
         if difference is not None:
             print(f"reads per decoded token, replayed less live: {difference:+.3f}")
+            differences.append(abs(difference))
+    if args.results and differences:
+        note = (
+            f"replay against what the live engine counted, worst of {len(differences)} traces of the model that it ran"
+        )
+        figures.append(args.results, "simulate.reads_error", max(differences), "reads per decoded token", note)
     return 0

@@ -82,6 +82,15 @@ def test_policies_are_compared_and_figures_kept(
 NAMES = ("lru", "shipped", "belady")
 
 
+def test_the_difference_to_the_live_engine_is_a_figure(traces: list[Path], tmp_path: Path) -> None:
+    results = tmp_path / "here.csv"
+    assert main(["simulate", *map(str, traces), "--prefetch", "off", "--results", str(results)]) == 0
+    [row] = csv.DictReader(results.read_text().splitlines())
+    assert row["name"] == "simulate.reads_error"
+    assert 0 <= float(row["value"]) <= 0.4
+    assert "worst of 5 traces" in row["note"]
+
+
 def test_what_others_tried_is_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--tried", "--tokens", "60"]) == 0
     out = capsys.readouterr().out
