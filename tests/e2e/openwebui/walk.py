@@ -1,6 +1,5 @@
 """A person's walk through Open WebUI in headless Chromium, against a running api: a chat, a regenerated answer, a chat
-with the thinking model, and a picture if the api takes some. Fails if what is on the page is not right, and takes
-screenshots.
+with the thinking model, a picture. Fails if what is on the page is not right, and takes screenshots.
 
     OPENWEBUI/bin/python tests/e2e/openwebui/walk.py --url http://127.0.0.1:8000
 
@@ -15,6 +14,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+from PIL import Image, ImageDraw
 from playwright.sync_api import Page, expect, sync_playwright
 from recorder import make_server
 from webui import WebUi
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE.parent / "screenshots", help="folder for the screenshots")
     parser.add_argument("--asked", type=Path, help="file to note every request that Open WebUI sends to the api")
     parser.add_argument("--browser", default="/usr/bin/chromium")
-    parser.add_argument("--picture", type=Path, help="to ask about, if the api takes pictures")
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         asked = args.asked or Path(temporary) / "asked.jsonl"
@@ -46,7 +46,11 @@ def main() -> None:
                 browser = playwright.chromium.launch(executable_path=args.browser, args=["--no-sandbox"])
                 page = browser.new_page(viewport={"width": 1000, "height": 680})
                 page.set_default_timeout(ANSWER_LIMIT_MS)
-                walk(page, webui.url, asked, args)
+                for step in args.steps:
+                    page.goto(webui.url)
+                    if step == args.steps[0]:
+                        page.get_by_role("button", name="Okay, Let's Go!").click()
+                    STEPS[step](page, args, asked)
                 browser.close()
         finally:
             webui.close()
@@ -55,12 +59,9 @@ def main() -> None:
             tell(asked)
 
 
-def walk(page: Page, url: str, asked: Path, args: argparse.Namespace) -> None:
-    plain, think = models(args.url)[:2]
-    page.goto(url)
-    page.get_by_role("button", name="Okay, Let's Go!").click()
-
-    choose(page, plain["id"])
+def chat(page: Page, args: argparse.Namespace, asked: Path) -> None:
+    """And the same answer drawn anew."""
+    choose(page, models(args.url)[0]["id"])
     ask(page, STORY)
     first = answer(page)
     assert len(first.split()) > 20, first
@@ -73,20 +74,31 @@ def walk(page: Page, url: str, asked: Path, args: argparse.Namespace) -> None:
     assert answer(page) != first, "it was drawn anew"
     page.screenshot(path=args.out / "regenerated.png")
 
-    page.goto(url)
-    choose(page, think["id"])
+
+def thinking(page: Page, args: argparse.Namespace, asked: Path) -> None:
+    choose(page, models(args.url)[1]["id"])
     ask(page, SUM)
     assert "42" in answer(page)
     page.get_by_text("Thought for").first.click()
     page.screenshot(path=args.out / "thinking.png")
 
-    if args.picture and "image" in plain["architecture"]["input_modalities"]:
-        page.goto(url)
-        choose(page, plain["id"])
-        page.locator("input[type=file]").first.set_input_files(args.picture)
-        ask(page, PICTURE_QUESTION)
-        answer(page)
-        page.screenshot(path=args.out / "picture.png")
+
+def picture(page: Page, args: argparse.Namespace, asked: Path) -> None:
+    choose(page, models(args.url)[0]["id"])
+    drawn = asked.with_name("drawn.png")
+    canvas = Image.new("RGB", (320, 240), "white")
+    ImageDraw.Draw(canvas).ellipse((90, 50, 230, 190), fill="red")
+    canvas.save(drawn)
+    page.locator("input[type=file]").first.set_input_files(drawn)
+    expect(page.locator("form img")).to_be_visible()
+    ask(page, PICTURE_QUESTION)
+    assert answer(page).strip()
+    page.screenshot(path=args.out / "picture.png")
+    parts = [part["type"] for _, said in requests(asked) if isinstance(said, list) for part in said]
+    assert "image_url" in parts, "the model was shown it"
+
+
+STEPS = {"chat": chat, "thinking": thinking, "picture": picture}
 
 
 def models(url: str) -> list[dict]:
