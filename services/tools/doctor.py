@@ -109,16 +109,21 @@ def disk(machine: Machine) -> Iterator[Finding]:
         f"a store of the whole model takes {NEEDED_GB['store']:.0f} GB, its checkpoint as much again" if few else "",
     )
     device = os.stat(machine.folder).st_dev
-    block = machine.root / "sys/dev/block" / f"{os.major(device)}:{os.minor(device)}"
-    queue = next((at / "queue" for at in (block, block.resolve().parent) if (at / "queue").exists()), None)
+    block = (machine.root / "sys/dev/block" / f"{os.major(device)}:{os.minor(device)}").resolve()
+    queue = next((at / "queue" for at in (block, block.parent) if (at / "queue").exists()), None)
+    model = machine.text(str((queue.parent / "device/model").relative_to(machine.root))) if queue else ""
     if queue is None:
         yield Finding("note", "disk type", "not known", "the store should be on a local NVMe drive")
+    elif queue.parent.name.startswith(("vd", "xvd")) or "virtual" in model.lower():  # these call themselves rotational
+        yield Finding(
+            "note", "disk type", "a virtual disk", "what it is made of does not show: thimble bench disk tells"
+        )
     elif (queue / "rotational").read_text().strip() == "1":
         yield Finding(
             "bad", "disk type", "a hard disk", "every missing expert would wait: put the store on an NVMe drive"
         )
     else:
-        nvme = block.resolve().name.startswith("nvme")
+        nvme = block.name.startswith("nvme")
         yield Finding(
             "ok" if nvme else "note",
             "disk type",

@@ -46,15 +46,27 @@ def test_wsl2(written: Callable[..., Machine]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "rotational", "level"), [("nvme0n1", "0", "ok"), ("sda", "0", "note"), ("sdb", "1", "bad")]
+    ("name", "rotational", "model", "level"),
+    [
+        ("nvme0n1", "0", "fast", "ok"),
+        ("sda", "0", "SATA", "note"),
+        ("sdb", "1", "spins", "bad"),
+        ("vda", "1", "", "note"),
+        ("sdc", "1", "Virtual Disk", "note"),
+    ],
 )
-def test_disk_type(written: Callable[..., Machine], tmp_path: Path, name: str, rotational: str, level: str) -> None:
+def test_disk_type(
+    written: Callable[..., Machine], tmp_path: Path, name: str, rotational: str, model: str, level: str
+) -> None:
     """A partition's queue is its disk's."""
     device = os.stat(tmp_path).st_dev
-    machine = written(**{f"sys/devices/{name}/queue/rotational": rotational, f"sys/devices/{name}/{name}/size": "1"})
+    disk = f"sys/devices/{name}"
+    machine = written(
+        **{f"{disk}/queue/rotational": rotational, f"{disk}/{name}p1/size": "1", f"{disk}/device/model": model}
+    )
     numbers = tmp_path / "sys/dev/block" / f"{os.major(device)}:{os.minor(device)}"
     numbers.parent.mkdir(parents=True)
-    numbers.symlink_to(tmp_path / "sys/devices" / name / name)
+    numbers.symlink_to(tmp_path / disk / f"{name}p1")
     assert levels(doctor.disk, machine)["disk type"] == level
 
 
