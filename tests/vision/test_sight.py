@@ -19,7 +19,7 @@ from services.engine.experts.store import Store
 from services.engine.request import Picture, Request, Restore, Snapshot, Source
 from services.engine.vision.ids import FIRST, picture_ids
 from services.engine.vision.sight import Ask, Missing, Resolution, Seen
-from services.tools import small_checkpoint
+from services.tools import oracle, small_checkpoint
 from services.tools.repack import repack
 
 
@@ -99,6 +99,25 @@ def test_what_a_picture_shows_changes_the_answer(engine: Demo) -> None:
     assert answer(engine, question(other))[1] != first[1]
     words = Request("r", question(flat).ids, 6, logprobs=5)
     assert answer(engine, words)[1] != first[1], "without the picture its places are the token's own embedding"
+
+
+def test_the_language_model_reads_rows_as_transformers_does(engine: Demo, store: Store) -> None:
+    """A prompt with a picture through transformers, which gets the same rows in the same places."""
+    (flat,) = seen(engine, FLAT)
+    request = question(flat)
+    reference = oracle.load(store.folder.parent / "c")
+    with torch.inference_mode():
+        words = reference.get_input_embeddings()(torch.tensor([request.ids]))
+        (place,) = request.pictures
+        rows = engine.engine.sight.cache.hold(request.pictures)
+        words[0, place.position : place.position + place.tokens] = torch.cat(rows.rows(0, len(request.ids)))
+        rows.release()
+        wanted = reference(inputs_embeds=words).logits[0, -1].log_softmax(-1)
+        blind = reference(torch.tensor([request.ids])).logits[0, -1].log_softmax(-1)
+    told = answer(engine, request)[1][0]
+    ids = [id_ for id_, _ in told]
+    assert torch.allclose(torch.tensor([logprob for _, logprob in told]), wanted[ids], atol=2e-3)
+    assert not torch.allclose(blind[ids], wanted[ids], atol=0.02), "the control: without the rows it would be seen"
 
 
 def test_order_and_number_of_pictures_count(engine: Demo) -> None:

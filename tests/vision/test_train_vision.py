@@ -102,7 +102,9 @@ def test_the_command_makes_a_checkpoint_that_is_read(
     small = "--device cpu --minutes 0 --batch 2 --workers 0 --width 48 --blocks 1 --score 1"
     words = f"{demo_checkpoint} {tmp_path}/out {small}"
     assert command.run(parser.parse_args(words.split())) == 0
-    assert "% of 2" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert all(f"held-out drawings, {kind}" in told for kind in KINDS)
+    assert sum(int(line.split(" of ")[1].split()[0]) for line in told.splitlines() if line.startswith("held-out")) == 2
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == "nemotron_h_omni"
     assert repack(tmp_path / "out", tmp_path / "store", say=lambda text: None).vision() is not None

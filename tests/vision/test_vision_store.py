@@ -69,6 +69,17 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
         Store.open(store.folder)
 
 
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_a_checkpoint_without_the_final_norm_is_refused(part: str, tmp_path: Path) -> None:
+    """Without it features are wrong and answers merely poor: nobody would notice."""
+
+    def drop(config: Any, tensors: Any) -> None:
+        del tensors[f"vision_projector.vision_final_layernorm.{part}"]
+
+    with pytest.raises(CheckpointError, match=rf"final_norm\.{part}: missing"):
+        _store(tmp_path, "3.5-super-vl", drop)
+
+
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     def spoil(config: Any, tensors: Any) -> None:
         tensors["mlp1.1.weight"][0, 0] = float("nan")

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, help="a quantised checkpoint without vision, such as demo")
     parser.add_argument("out", type=Path, help="folder for the new checkpoint; must not exist")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--minutes", type=float, default=9.0, help="of training (9)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="of training (8)")
     parser.add_argument("--batch", type=int, default=128, help="drawings a step (128)")
     parser.add_argument("--workers", type=int, default=12, help="processes that draw (12)")
     parser.add_argument("--width", type=int, default=192, help="of the tower, a multiple of 48 (192)")
@@ -39,10 +39,8 @@ def run(args: argparse.Namespace) -> int:
     network = Network(small_config(raw["hidden_size"], args.width, args.blocks))
     training = Training(args.checkpoint, network, args.device, args.batch, args.workers, print)
     training.run(args.minutes)
-    if args.score:
-        print(
-            f"held-out drawings answered right: {100 * training.score(args.score):.1f} % of {args.score * args.batch}"
-        )
+    for kind, (right, asked) in training.score(args.score).items():
+        print(f"held-out drawings, {kind:<8}{right:>5} of {asked:<5}{100 * right / max(1, asked):6.1f} %")
     write(args.checkpoint, args.out, network)
     print(f"{args.out}: a checkpoint that sees; next: thimble repack {args.out} STORE, thimble up --store STORE")
     return 0

@@ -21,7 +21,7 @@ from services.api.pictures import PLACE
 from services.api.shown import TOKEN, Shown
 from services.engine.vision.preprocess import patches
 from services.tools import oracle
-from services.tools.train_vision.drawings import COLOURS, DIGITS, HELD_OUT, MOST, SHAPES, Drawing, drawing
+from services.tools.train_vision.drawings import COLOURS, DIGITS, HELD_OUT, KINDS, MOST, SHAPES, Drawing, drawing
 from services.tools.train_vision.network import Network
 
 SIZES = (len(COLOURS), len(SHAPES), MOST, *(10,) * DIGITS)
@@ -103,6 +103,7 @@ class Training:
         self._precision = torch.bfloat16 if device.startswith("cuda") else torch.float32
 
     def run(self, minutes: float) -> None:
+        torch.set_float32_matmul_precision("high")
         batches = iter(self._batches(0))
         tower = [*self.network.parameters(), *self._classifier.parameters()]
         self._loop("tower", tower, 1e-3, 20 * minutes, lambda batch: self._labels_loss(batch), batches)
@@ -116,14 +117,17 @@ class Training:
         )
 
     @torch.no_grad()
-    def score(self, batches: int) -> float:
-        """The share of held-out drawings that are answered right, every token the likeliest one."""
-        held_out, right = iter(self._batches(HELD_OUT)), 0
-        for _ in range(batches):
+    def score(self, batches: int) -> dict[str, tuple[int, int]]:
+        """Of held-out drawings, by kind: how many are answered right, every token the likeliest one, and how many."""
+        held_out, found = iter(self._batches(HELD_OUT)), dict.fromkeys(KINDS, (0, 0))
+        for number in range(batches):
             batch = self._moved(next(held_out))
             said, wanted = self._logits(batch).argmax(-1), batch.targets
-            right += int(((said == wanted) | (wanted == IGNORED)).all(1).sum())
-        return right / (batches * self._batch)
+            right = ((said == wanted) | (wanted == IGNORED)).all(1).tolist()
+            first = HELD_OUT + number * self._batch
+            for kind, is_right in zip((drawing(first + row).kind for row in range(self._batch)), right, strict=True):
+                found[kind] = (found[kind][0] + is_right, found[kind][1] + 1)
+        return found
 
     def _loop(
         self,
