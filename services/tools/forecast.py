@@ -112,8 +112,7 @@ def upgrades(shape: Shape, box: Box, cache_gb: float) -> list[Upgrade]:
         after("RAM a quarter faster", box.with_rates(1.25 * box.dram_gb_s, box.disk_gb_s)),
         after("a card with twice the memory bandwidth", replace(box, vram_gb_s=2 * box.vram_gb_s)),
     ]
-    wider = (box.card.pcie[0], 16)
-    if box.card.pcie != wider:
-        faster = replace(box, pcie_gb_s=PCIE_GB_S[wider])
-        found.append(after("a card with 16 PCIe lanes", faster))
+    wider_gb_s = PCIE_GB_S.get((box.card.pcie[0], 16), 0.0)  # of a measured card it is not known
+    if wider_gb_s > box.pcie_gb_s:
+        found.append(after("a card with 16 PCIe lanes", replace(box, pcie_gb_s=wider_gb_s)))
     return sorted(found, key=lambda upgrade: -upgrade.tok_s)

@@ -26,25 +26,25 @@ STEPS = 24
 COPY_BYTES = 256 << 20
 
 
-def best_gb_s(work: Callable[[], int], passes: int = PASSES) -> float:
+def best_gb_s(work: Callable[[], int]) -> float:
     """`work` returns the bytes it moved. The best of some passes: what disturbs only makes slower."""
     best = 0.0
-    for _ in range(passes):
+    for _ in range(PASSES):
         begun = time.perf_counter()
         moved = work()
         best = max(best, moved / (time.perf_counter() - begun) / GB)
     return best
 
 
-def dram_gb_s(workers: Workers, size_bytes: int = READ_BYTES) -> float:
+def dram_gb_s(workers: Workers) -> float:
     """Plain reading by all workers."""
-    memory = np.ones(size_bytes, np.uint8)
+    memory = np.ones(READ_BYTES, np.uint8)
 
     def read() -> int:
         native().thimble_read(
-            ctypes.c_void_p(workers.handle), ctypes.c_uint64(memory.ctypes.data), ctypes.c_int64(size_bytes)
+            ctypes.c_void_p(workers.handle), ctypes.c_uint64(memory.ctypes.data), ctypes.c_int64(READ_BYTES)
         )
-        return size_bytes
+        return READ_BYTES
 
     return best_gb_s(read)
 
@@ -103,7 +103,9 @@ def card() -> tuple[Card, float, float] | None:
         work()
         return work
 
+    square = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    tflops = best_gb_s(done(lambda: square @ square, 2 * 4096**3)) / 1e3
     pcie = best_gb_s(done(lambda: there.copy_(here, non_blocking=True), COPY_BYTES))
     vram = best_gb_s(done(lambda: other.copy_(there), 2 * COPY_BYTES))
     found = torch.cuda.get_device_properties(0)
-    return Card(found.name, found.total_memory // MIB, vram, (0, 0), 0.0), vram, pcie
+    return Card(found.name, found.total_memory // MIB, vram, (0, 0), tflops), vram, pcie

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from services.tools import plan
+from services.engine.experts.store import Store
+from services.tools import measure, plan
 from services.tools.cli import main
 from services.tools.forecast import decode, first_token, hit_rate, upgrades
-from services.tools.hardware import CARDS, PCIE_GB_S, box
+from services.tools.hardware import CARDS, PCIE_GB_S, Card, box
 from services.tools.predict import GB, SUPER, Method
 from services.tools.ram_ledger import PlanError, RamWanted, ram_ledger
 from services.tools.synthetic_shapes import SUPER as MODEL
@@ -129,6 +130,29 @@ def test_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--gpu", "rtx4060", "--record", "x.csv"]) == 1
     with pytest.raises(SystemExit):
         main(["plan", "--gpu", "rtx9999"])
+
+
+def test_a_measured_machine(
+    demo_store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Everything is measured here but the card, which need not be there; for the demo's small blocks."""
+    card = Card("Some card", 8151, 400.0, (0, 0), 30.0)
+    monkeypatch.setattr(measure, "card", lambda: (card, 390.0, 25.0))
+    for name, value in (("BLOCKS", 22), ("STEPS", 2), ("READ_BYTES", 1 << 24), ("PASSES", 1)):
+        monkeypatch.setattr(measure, name, value)
+    before = sorted(demo_store.folder.iterdir())
+    assert main(["plan", "--ram", "32", "--store", str(demo_store.folder), "--context", "4096"]) == 0
+    out = capsys.readouterr().out
+    assert "Some card, 8151 MiB" in out
+    assert "graphics memory 390.0, PCIe 25.0" in out
+    assert "16 PCIe lanes" not in out, "how many it has is not known"
+    assert sorted(demo_store.folder.iterdir()) == before, "the blocks are gone"
+
+
+def test_no_card(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(measure, "card", lambda: None)
+    assert main(["plan"]) == 1
+    assert "name one with --gpu" in capsys.readouterr().err
 
 
 def test_a_range() -> None:
