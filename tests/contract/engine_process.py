@@ -28,13 +28,17 @@ class EngineProcess:
         return str(value)
 
 
+TESTED_DEVICE = os.environ.get("TESTED_DEVICE", "cpu")
+
+
 def start_engine(
     store: Path, log: Path, python: Sequence[str] = ("-m", "services.engine"), **settings: str
 ) -> EngineProcess:
-    """Until it says ready. Ports are free ones."""
+    """Until it says ready. Ports are free ones; the CPU computes unless TESTED_DEVICE=cuda is set."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith("THIMBLE_")}
     environ |= {f"THIMBLE_ENGINE_{key.upper()}": value for key, value in settings.items()}
     environ |= {"THIMBLE_ENGINE_STORE": str(store)}
+    environ.setdefault("THIMBLE_ENGINE_DEVICE", TESTED_DEVICE)
     for port in ("PORT", "METRICS_PORT"):
         environ.setdefault(f"THIMBLE_ENGINE_{port}", "0")
     with log.open("w") as errors:
