@@ -1,7 +1,8 @@
 """`python -m services.engine`: settings, load, serve, stop. Owns the process: signals, exit status, what is printed.
 
 Both ports are taken at once; health says NOT_SERVING while the model loads. Exit status: 0 after a stop signal, 2 if
-a setting, the store or the machine is not fit, 1 if the engine failed.
+a setting, the store or the machine is not fit, 1 if the engine failed. After a failure of the GPU, which only a new
+process recovers from, this one replaces itself by one, a few times in a row at most.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -18,7 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from services.engine.config import EngineConfig, read_config
 from services.engine.engine import Engine
-from services.engine.errors import EngineError
+from services.engine.errors import DeviceError, EngineError
 from services.engine.load import load
 from services.engine.metrics import MetricsServer
 from services.engine.server import Server
@@ -27,6 +29,11 @@ from services.settings import SettingError, describe
 T = TypeVar("T")
 
 LOADER = "load"  # the thread that loads the model
+FAILED = 1
+DEVICE_FAILED = 3
+MOST_RESTARTS = 3  # in a row
+STEADY_S = 600.0  # an engine that has run so long has not failed in a row
+RESTARTS = "RESTARTED_ENGINE"  # in the environment of the process that follows: how many there were before it
 
 
 def main() -> int:
@@ -34,15 +41,29 @@ def main() -> int:
     try:
         config = read_config(os.environ)
         say(f"settings\n{describe(config)}")
+        begun = time.monotonic()
         status = asyncio.run(run(config))
     except (SettingError, EngineError) as error:
         print(f"thimble engine: {error}", file=sys.stderr)
         return 2
+    if status == DEVICE_FAILED:
+        return start_again(time.monotonic() - begun)
     if any(thread.name == LOADER for thread in threading.enumerate()):
         # Stopped while loading. Python would end that thread in the middle of torch's C++, which aborts the process.
         sys.stdout.flush()
         os._exit(status)
     return status
+
+
+def start_again(ran_s: float) -> int:
+    """Replace this process, unless that has been tried too often. The new one has the same ports and settings."""
+    restarts = 0 if ran_s > STEADY_S else int(os.environ.get(RESTARTS, "0"))
+    if restarts < MOST_RESTARTS:
+        say("starting again")
+        os.environ[RESTARTS] = str(restarts + 1)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    print(f"thimble engine: the GPU failed {restarts + 1} times in a row: look at it (nvidia-smi)", file=sys.stderr)
+    return FAILED
 
 
 def say(text: str) -> None:
@@ -73,8 +94,9 @@ async def run(config: EngineConfig) -> int:
             )
             ended = asyncio.wrap_future(engine.ended)
             if not await _stopped_before(ended, stop):
-                say(f"the engine has failed: {ended.exception()!r}")  # nothing else ends one that nobody has closed
-                return 1
+                failure = ended.exception()  # nothing else ends one that nobody has closed
+                say(f"the engine has failed: {failure!r}")
+                return DEVICE_FAILED if isinstance(failure, DeviceError) else FAILED
             say("stopping")
             return 0
         finally:

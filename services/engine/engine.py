@@ -26,6 +26,7 @@ from torch import Tensor
 
 from services.engine.errors import (
     CancelledError,
+    DeviceError,
     EngineError,
     StepError,
     StoppingError,
@@ -165,11 +166,12 @@ class Engine:
         except BaseException as error:
             log.critical("the engine has failed and stops", exc_info=error)
             failure = error
-        self._end_all(
-            StoppingError("the engine has stopped: ask again in a moment, or ask another one")
-            if failure is None
-            else StepError("the engine has failed and stops; its log says why")
-        )
+        if failure is None:
+            self._end_all(StoppingError("the engine has stopped: ask again in a moment, or ask another one"))
+        elif isinstance(failure, DeviceError):
+            self._end_all(StoppingError("the GPU has failed and the engine starts again: ask again in a moment"))
+        else:
+            self._end_all(StepError("the engine has failed and stops; its log says why"))
         self._grammars.close()
         try:
             self._experts.close()

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from services.engine.errors import CancelledError, EngineError, StepError
+from services.engine.errors import CancelledError, DeviceError, EngineError, StepError
 from services.engine.metrics import Metrics
 from services.engine.model import GaveWay, Segment
 from services.engine.model_config import ModelConfig
@@ -109,6 +109,8 @@ class Scheduler:
             log.exception("failed: requests %s", [sequence.request.request_id[:64] for sequence in sequences])
             for sequence in sequences:
                 self.drop(sequence, _as_engine_error(error))
+            if isinstance(error, DeviceError):
+                raise  # nothing else can run either
 
     def add(self, sequence: Sequence) -> None:
         (self.idle if sequence.request.idle else self.waiting).append(sequence)

@@ -24,7 +24,16 @@ from kernels.experts.device.rates import ReadRates
 from kernels.experts.device.turns import SharedSlots
 from kernels.workers.pool import default_threads
 from services.engine.experts.store import Store
-from services.engine.gpu.ledger import MIB, MOST_SEQUENCES, Wanted, ledger, require, stored_layout
+from services.engine.gpu.ledger import (
+    CONTEXT_BYTES,
+    MIB,
+    MOST_SEQUENCES,
+    Ledger,
+    Wanted,
+    ledger,
+    require,
+    stored_layout,
+)
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.open import usable_device
 from services.engine.gpu.weights import DeviceWeights
@@ -79,13 +88,7 @@ def batches(text: str) -> list[int]:
 def run(args: argparse.Namespace) -> int:
     store = Store.open(args.store)
     if args.free_mib:
-        dense, budget_bytes = stored_layout(args.store), args.free_mib * MIB
-        copied = Wanted(1, args.context, args.kv, staging_blocks=store.config.experts_per_token)
-        require(store.config, dense, copied, budget_bytes)  # the published method
-        fitting = {rows: ledger(store.config, dense, Wanted(rows, args.context, args.kv)) for rows in args.batches}
-        args.batches = [rows for rows, made in fitting.items() if made.total_bytes <= budget_bytes]
-        print(f"batches that fit {args.free_mib} MiB of graphics memory: {args.batches}", flush=True)
-        print(fitting[args.batches[-1]] if args.batches else "", flush=True)
+        fit(args, store, args.free_mib * MIB)
     if not torch.cuda.is_available():
         print("bench decode needs a CUDA device; thimble plan forecasts without one", file=sys.stderr)
         return 2
@@ -94,12 +97,23 @@ def run(args: argparse.Namespace) -> int:
         ballast = stack.enter_context(Ballast(args.free_mib)) if args.free_mib else None
         usable_device()
         if args.free_mib:
-            context_mib = args.free_mib - torch.cuda.mem_get_info()[0] / MIB
-            print(f"the CUDA context alone takes {context_mib:.0f} MiB", flush=True)
+            free_bytes = torch.cuda.mem_get_info()[0]
+            print(f"the CUDA context alone takes {args.free_mib - free_bytes / MIB:.0f} MiB", flush=True)
+            print(fit(args, store, free_bytes + CONTEXT_BYTES), flush=True)
         bench = Bench(args, store, ballast)
         bench.measure()
         bench.report()
     return 0
+
+
+def fit(args: argparse.Namespace, store: Store, budget_bytes: int) -> Ledger:
+    """Leave only the batches that fit; the largest one's ledger. Raises MemoryPlanError if not one sequence does."""
+    dense = stored_layout(args.store)
+    copied = Wanted(1, args.context, args.kv, staging_blocks=store.config.experts_per_token)
+    require(store.config, dense, copied, budget_bytes)  # the published method
+    made = {rows: ledger(store.config, dense, Wanted(rows, args.context, args.kv)) for rows in [1, *args.batches]}
+    args.batches = [rows for rows in args.batches if made[rows].total_bytes <= budget_bytes]
+    return made[max([1, *args.batches])]
 
 
 class Stepping(Protocol):

@@ -153,8 +153,13 @@ class HostExperts:
         self.host.check()
 
     def close(self) -> None:
-        while self.closing:
-            self.closing.pop()()
+        try:
+            while self.closing:
+                self.closing.pop()()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         if self._trace is not None:
             self._trace.close()
         if self._warm is not None:

@@ -18,7 +18,7 @@ import kernels.mamba.gpu as mamba
 import kernels.norm.gpu as norm
 import kernels.router.gpu as router
 from kernels.experts.device.turns import HandoffError, SharedSlots, Times
-from services.engine.errors import StepError
+from services.engine.errors import DeviceError, StepError
 from services.engine.gpu.decoder import MOST_ROWS, Decoder, Placement, Row
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.weights import DeviceWeights
@@ -117,10 +117,12 @@ class DeviceModel:
                     rows.append(Row(states[number], id_, next(pictures[number]) if id_ >= FIRST else None))
                 try:
                     logits = self.decoders[len(batch) - 1].run(rows)
-                except HandoffError as error:
+                except (HandoffError, RuntimeError) as error:
                     for state in states:
                         state.spoiled = True
-                    raise StepError(str(error)) from error
+                    if isinstance(error, HandoffError):
+                        raise StepError(str(error)) from error
+                    raise DeviceError(f"the GPU has failed: {error}") from error  # nothing works there any more
                 for row in rows:
                     row.state.ids.append(row.id)
                 for number, values in zip(batch, logits, strict=True):

@@ -125,7 +125,7 @@ def usable_device() -> torch.device:
         )
         raise DeviceError(f"no usable GPU: {reason}; or set THIMBLE_ENGINE_DEVICE=cpu")
     # Else the allocator rounds every tensor of the weights up to its own sizes: 1 % of the card.
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) < (8, 0):
         raise DeviceError(
