@@ -119,7 +119,8 @@ class Training:
     @torch.no_grad()
     def score(self, batches: int) -> dict[str, tuple[int, int]]:
         """Of held-out drawings, by kind: how many are answered right, every token the likeliest one, and how many."""
-        held_out, found = iter(self._batches(HELD_OUT)), dict.fromkeys(KINDS, (0, 0))
+        held_out = iter(self._batches(HELD_OUT))
+        found: dict[str, tuple[int, int]] = dict.fromkeys(KINDS, (0, 0))
         for number in range(batches):
             batch = self._moved(next(held_out))
             said, wanted = self._logits(batch).argmax(-1), batch.targets
