@@ -39,6 +39,7 @@ def test_a_request_fails_and_the_engine_goes_on(demo_store: Store, tmp_path: Pat
             said = failure(running, "And about a hen, in a longer sentence than before?")
             assert reason in said
             assert re.match(NAMED, said), said
+            assert str(tmp_path) not in said, "clients hear this"
         path.write_bytes(whole)
         assert running.answer(prompt, max_tokens=6) == expected
         assert running.value("request_failures_total", code="step_failed") == 2

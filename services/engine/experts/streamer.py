@@ -26,6 +26,8 @@ from services.engine.experts.warm import WarmSet
 
 log = logging.getLogger(__name__)
 
+LEAST_READERS = 2  # of those found at start: one is kept free of prefetch
+
 
 @dataclass(frozen=True)
 class Counters:
@@ -95,6 +97,7 @@ class HostExperts:
     ) -> None:
         """Raises DiskError if a file cannot be opened, MemoryPlanError if the memory or threads cannot be had."""
         blocks = catalog(store, copies)
+        self._paths = [blocks.path, *(copy.path for copy in copies)]
         try:
             drives = open_drives(blocks)
         except HostError as error:
@@ -102,6 +105,7 @@ class HostExperts:
         if not readers:
             readers, rates = choose_depth(lambda depth: read_rate(blocks, drives, depth, seed=depth))
             tried = ", ".join(f"{depth}: {rate:.2f}" for depth, rate in rates.items())
+            readers = max(LEAST_READERS, readers)
             log.info("disk: %d reads in flight (GB/s by reads in flight: %s)", readers, tried)
         try:
             self.closing: list[Callable[[], None]] = []
@@ -134,7 +138,10 @@ class HostExperts:
         try:
             return self.host.step(layer, ids, weights, x)
         except BlockError as error:
-            raise StepError(str(error)) from error
+            said = str(error)  # a client hears of it: not where the files are, which the log says
+            for path in self._paths:
+                said = said.replace(str(path), path.name)
+            raise StepError(said) from error
 
     def prefetch(self, layer: int, ids: Tensor) -> None:
         self.host.prefetch(layer, ids.numpy())
@@ -230,7 +237,8 @@ class PythonExperts:
         try:
             self._slots[layer, id] = self._store.read_block(layer, id)
         except (StoreError, OSError) as error:
-            raise StepError(f"MoE layer {layer}, expert {id}: {error}") from error
+            said = str(error).replace(str(self._store.folder) + "/", "")
+            raise StepError(f"MoE layer {layer}, expert {id}: {said}") from error
         finally:
             self._wait_s += time.perf_counter() - begin
         return self._slots[layer, id]
