@@ -27,7 +27,8 @@ def test_every_code_of_the_engine_has_a_meaning() -> None:
 
 
 def test_a_client_s_mistake_is_a_4xx_and_an_engine_s_trouble_a_5xx() -> None:
-    mistakes = {"context_too_long", "bad_grammar", "bad_sampling", "unsupported", "queue_full", "out_of_pages"}
+    mistakes = {"context_too_long", "bad_grammar", "bad_picture", "bad_sampling", "unsupported"}
+    mistakes |= {"queue_full", "out_of_pages", "picture_gone"}  # of too much at once
     for code, kind in errors.BY_ENGINE_CODE.items():
         assert (kind.status < 500) == (code in mistakes), code
 
