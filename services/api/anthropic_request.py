@@ -1,12 +1,13 @@
 """Anthropic's messages request, checked, and as the chat that it means. Owns its fields; unknown ones are ignored."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from services.api.messages import Content, Function, FunctionCall, Message, Tool, ToolCall, ToolName
+from services.api.messages import Content, Function, FunctionCall, Message, Tool, ToolCall, ToolName, without_hosted
 from services.api.pictures import note
 from services.api.schemas import ChatRequest, Effort
 from services.api.structured import ResponseFormat
@@ -112,7 +113,7 @@ class Turn(Body):
 
 
 class CustomTool(Body):
-    """Tools that Anthropic's own servers would run have another type and no schema."""
+    """One that the client runs."""
 
     type: Literal["custom"] | None = None
     name: ToolName
@@ -122,6 +123,9 @@ class CustomTool(Body):
 
     def function(self) -> Function:
         return Function(name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict)
+
+
+OwnTools = Annotated[list[CustomTool], BeforeValidator(functools.partial(without_hosted, ours=(None, "custom")))]
 
 
 class ToolChoice(Body):
@@ -166,7 +170,7 @@ class CountRequest(Body):
     model: str
     messages: list[Turn] = Field(min_length=1)
     system: str | list[TextBlock] | None = None
-    tools: list[CustomTool] | None = None
+    tools: OwnTools | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
 

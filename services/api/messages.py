@@ -118,3 +118,11 @@ class Tool(Body):
     def for_template(self) -> dict[str, Any]:
         """The tool as the chat template expects it."""
         return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+
+
+def without_hosted(tools: Any, ours: tuple[str | None, ...]) -> Any:
+    """Tools of other types than `ours` would be run by a vendor's servers. Agents name some beside their own, and work
+    without: the model is not told of them. A request that has no others is left to be refused."""
+    if not isinstance(tools, list):
+        return tools
+    return [tool for tool in tools if not isinstance(tool, dict) or tool.get("type") in ours] or tools

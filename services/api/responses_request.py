@@ -1,12 +1,13 @@
 """OpenAI's responses request, checked, and as the chat that it means. Owns its fields; unknown ones are ignored."""
 
+import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from services.api.messages import Content, Function, FunctionCall, Message, Tool, ToolCall, ToolName
+from services.api.messages import Content, Function, FunctionCall, Message, Tool, ToolCall, ToolName, without_hosted
 from services.api.schemas import WRONG_CHOICE, ChatRequest, Effort
 from services.api.structured import ResponseFormat
 from services.api.validation import Body, JsonObject
@@ -51,7 +52,7 @@ class Item(Body):
 
 
 class FunctionTool(Body):
-    """Tools of other types would be run by OpenAI's own servers."""
+    """One that the client runs."""
 
     type: Literal["function"]
     name: ToolName
@@ -61,6 +62,9 @@ class FunctionTool(Body):
 
     def function(self) -> Function:
         return Function(name=self.name, description=self.description, parameters=self.parameters, strict=self.strict)
+
+
+OwnTools = Annotated[list[FunctionTool], BeforeValidator(functools.partial(without_hosted, ours=("function",)))]
 
 
 class TextFormat(ResponseFormat):
@@ -85,7 +89,7 @@ class ResponseRequest(Body):
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
-    tools: list[FunctionTool] | None = None
+    tools: OwnTools | None = None
     tool_choice: str | JsonObject | None = None
     reasoning: Reasoning | None = None
     parallel_tool_calls: bool | None = None

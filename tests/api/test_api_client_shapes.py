@@ -60,6 +60,38 @@ def test_the_tool_s_result_reaches_the_model(
     assert prompt.index("<tool_call>\n<function=") < prompt.rindex(result)
 
 
+HOSTED: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "codex": (
+        RESPONSES,
+        [
+            {"type": "function", "name": "exec_command", "parameters": {"type": "object"}},
+            {"type": "namespace", "name": "multi_agent_v1", "tools": [{"type": "function", "name": "spawn"}]},
+            {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}},
+            {"type": "web_search", "external_web_access": False},
+        ],
+    ),
+    "claude": (
+        MESSAGES,
+        [
+            {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+            {"name": "exec_command", "input_schema": {"type": "object"}},
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTED)
+def test_tools_that_others_would_run_are_left_out(
+    api: RunningApi, engine: ScriptedEngine, folder: ModelFolder, name: str
+) -> None:
+    """Codex sends such ones with every request, and does without."""
+    path, tools = HOSTED[name]
+    ask(api, path, {"input": "Hi", "messages": [user("Hi")], "max_tokens": 9, "tools": tools})
+    prompt = b"".join(map(folder.tokenizer.token_bytes, engine.calls[-1].start.ids)).decode()
+    assert "exec_command" in prompt
+    assert not any(word in prompt for word in ("multi_agent", "spawn", "apply_patch", "web_search"))
+
+
 def test_no_limit_is_the_server_s(api: RunningApi, engine: ScriptedEngine) -> None:
     for field in ("max_tokens", "max_completion_tokens"):
         ask(api, CHAT, {"messages": [user("Hi")], field: -1})
