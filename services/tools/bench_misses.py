@@ -38,7 +38,8 @@ CARRIED_MS = 18.6 + 0.8  # of a token: dense weights on an RTX 5060, and hand-of
 
 @dataclass(frozen=True)
 class Measured:
-    """A token's, in milliseconds; `waited_ms` for the disk, `read_ms` is what its misses would take one by one."""
+    """A token's, in milliseconds: `gap_ms` outside of the steps, `waited_ms` for the disk, and `read_ms` that its misses
+    would take one by one."""
 
     token_ms: float
     gap_ms: float
@@ -131,36 +132,37 @@ def processor(workers: Workers, blocks: SyntheticBlocks) -> float:
 def replayed(host: Host, routing: Routing, args: argparse.Namespace, blocks: SyntheticBlocks, disk: float) -> Measured:
     """The routing's tokens one after the other; the last `tokens` of them are timed."""
     weights, x = torch.ones(1, routing.ids.shape[1]), blocks.inputs(1, seed=1)
-    gap_s, waiting_s = CARRIED_MS / 1e3 / routing.layers, 0.0
+    gap_s, stepping_s = CARRIED_MS / 1e3 / routing.layers, 0.0
     begin_step = args.warm * routing.layers
     begun, before = time.perf_counter(), host.counters()
     for step, (layer, row) in enumerate(zip(routing.layer.tolist(), routing.ids, strict=True)):
         if step == begin_step:
-            begun, before, waiting_s = time.perf_counter(), host.counters(), 0.0
+            begun, before, stepping_s = time.perf_counter(), host.counters(), 0.0
         for ahead, guess in enumerate(routing.guesses, 1):
             if layer + ahead < routing.layers:
                 host.prefetch(layer + ahead, guess[step][guess[step] >= 0])
+        entered = time.perf_counter()
         host.step(layer, torch.from_numpy(row)[None], weights, x)
+        stepping_s += time.perf_counter() - entered
         if step >= begin_step:
-            waiting_s += pause(gap_s)
+            pause(gap_s)
     seconds, after = time.perf_counter() - begun, host.counters()
     tokens, misses = args.tokens, (after["misses"] - before["misses"]) / args.tokens
     return Measured(
         token_ms=1e3 * seconds / tokens,
-        gap_ms=1e3 * waiting_s / tokens,
+        gap_ms=1e3 * (seconds - stepping_s) / tokens,
         misses=misses,
         waited_ms=(after["disk_wait_ns"] - before["disk_wait_ns"]) / 1e6 / tokens,
         read_ms=misses * blocks.layout.block_bytes / disk / 1e6,
     )
 
 
-def pause(seconds: float) -> float:
-    """Sleep, and watch the clock for the last piece: a sleep alone is late by a tenth of a layer. Returns how long."""
+def pause(seconds: float) -> None:
+    """Sleep, and watch the clock for the last piece: a sleep alone is late by a tenth of a layer."""
     begun = time.perf_counter()
     time.sleep(max(0.0, seconds - 150e-6))
     while time.perf_counter() - begun < seconds:
         pass
-    return time.perf_counter() - begun
 
 
 def plan_ms(routing: Routing, args: argparse.Namespace, slots: int, cpu: float, disk: float, gap_ms: float) -> float:
