@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.attention.cpu import attend
 from kernels.elementary.reference import exp
+from kernels.experts.host.replay import hinted
 from kernels.linear.cpu import linear
 from kernels.mamba.cpu import causal_conv, selective_scan
 from kernels.norm.cpu import gated_group_rms_norm, rms_norm
@@ -40,7 +41,7 @@ class Segment:
     rows: Sequence[Tensor] = ()
 
 
-LOOK_AHEAD = 2  # MoE layers for which experts are guessed before their own router has spoken
+LOOK_AHEAD = 2  # MoE layers for which a trace has guesses made before their own router has spoken
 
 Span = tuple[State, slice]  # a sequence and its rows in this call
 
@@ -248,13 +249,19 @@ class Moe:
         return routed + linear(alive * alive, self.shared_down)
 
     def guess(self, x: Tensor, tokens: Sequence[int]) -> None:
-        """Hints for the next layers: this one's input is a good guess at theirs, which their own routers rank."""
+        """Hints for the next layer: this one's input is a good guess at its own, which its router ranks.
+
+        Guesses two layers ahead are for traces only: reading those does not pay.
+        """
         for ahead, following in enumerate(self.following, start=1):
             guessed, scores = following.route(x)
-            likely = list(dict.fromkeys(guessed.T.flatten().tolist()))  # each once, first choices of all tokens first
-            self.experts.prefetch(following.index, torch.tensor(likely, dtype=torch.int32))
-            if self.trace is not None:
-                self.trace.record(following.index, guessed, scores, tokens, ahead)
+            if ahead == 1:
+                first = guessed[:, : hinted(guessed.shape[1])]
+                likely = list(dict.fromkeys(first.T.flatten().tolist()))  # each once, first choices of all tokens first
+                self.experts.prefetch(following.index, torch.tensor(likely, dtype=torch.int32))
+            if self.trace is None:
+                break
+            self.trace.record(following.index, guessed, scores, tokens, ahead)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [M, hidden] -> ids int32 and weights float32, both [M, k] in router rank."""

@@ -184,10 +184,10 @@ def test_the_next_routers_guess_is_often_right(model: Model, experts: RecordedEx
         logits = model.forward([Segment(state, [int(logits[0].argmax())])])
         assert [layer for layer, _ in experts.asked] == list(range(7))
         for layer, ids in experts.asked[1:]:
-            assert len(experts.guesses[layer]) == 6
+            assert len(experts.guesses[layer]) == 2  # only the first choices are worth reading ahead
             right += len(set(experts.guesses[layer]) & set(ids[0].tolist()))
-            asked += 6
-    assert right / asked > 0.5 > 4 * chance
+            asked += 2
+    assert right / asked > 0.75 > 4 * chance
 
 
 def test_a_guess_for_many_tokens_names_each_expert_once(model: Model, experts: RecordedExperts, pool: PagePool) -> None:

@@ -107,7 +107,7 @@ def with_guesses(right: bool) -> Routing:
     return Routing(2, 400, layer, np.arange(201, dtype=np.int64), ids, (guesses,))
 
 
-CLOCK = Clock(gap_ns=1000, expert_ns=100, read_ns=200, in_flight=2)
+CLOCK = Clock(gap_ns=1000, expert_ns=100, read_ns=200, ranks=4, in_flight=2)
 
 
 def test_a_right_guess_hides_reads_and_a_wrong_one_does_not() -> None:

@@ -130,15 +130,15 @@ class Replay {
 
   void guess(int64_t step) {
     if (!trial_.on()) return;
-    for (int ahead = 0; ahead < MOST_AHEAD; ahead++) {
+    for (int ahead = 0; ahead < options_.ahead; ahead++) {
       const int layer = trace_.layer[step] + 1 + ahead;
       if (!trace_.guesses[ahead] || layer >= trace_.layers) continue;
       distinct_.begin();
-      for (int rank = 0; rank < trace_.top_k; rank++)
+      for (int rank = 0; rank < options_.ranks; rank++)
         for (int64_t row = trace_.first[step]; row < trace_.first[step + 1]; row++)
           if (const int id = trace_.guesses[ahead][row * trace_.top_k + rank]; id >= 0)
-            if (const Key key = layer * trace_.experts + id; !table_.find(key)) distinct_.add(key);
-      hints_.set(layer, distinct_.keys.data(), std::min(distinct_.keys.size(), size_t(options_.width)));
+            distinct_.add(layer * trace_.experts + id);
+      hints_.set(layer, distinct_.keys.data(), distinct_.keys.size());
     }
   }
 

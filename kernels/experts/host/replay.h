@@ -26,7 +26,8 @@ struct ReplayOptions {
   double gap_ns, expert_ns, read_ns;
   int overlapped;  // experts in RAM are computed while others are read
   int prefetch;    // a Prefetching
-  int width;       // most hints for a layer that are not in RAM
+  int ranks;       // of each token's guesses, so many of the first are hints
+  int ahead;       // for so many layers
   int in_flight;   // prefetches on their way at once
 };
 

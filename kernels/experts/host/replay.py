@@ -58,6 +58,12 @@ class Routing:
         return np.diff(self.first)
 
 
+def hinted(top_k: int) -> int:
+    """How many of a token's guesses are worth reading ahead: a router that is early is mostly right about its first
+    choices and mostly wrong about its last ones."""
+    return max(1, 3 * top_k // 8)
+
+
 @dataclass(frozen=True)
 class Clock:
     """What a layer costs, as services/tools/predict.py's Layer has it. `in_flight` prefetches at once."""
@@ -67,7 +73,8 @@ class Clock:
     read_ns: float = 400e3
     overlapped: bool = True
     prefetch: str = "off"
-    width: int = 1 << 20  # most hints for a layer that are not in RAM
+    ranks: int = 0  # of each token's guesses, so many of the first are hints; 0: as the engine
+    ahead: int = 1  # for so many layers
     in_flight: int = 3
 
 
@@ -115,7 +122,7 @@ class _Trace(ctypes.Structure):
 class _Options(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_double) for name in ("gap_ns", "expert_ns", "read_ns")),
-        *((name, ctypes.c_int) for name in ("overlapped", "prefetch", "width", "in_flight")),
+        *((name, ctypes.c_int) for name in ("overlapped", "prefetch", "ranks", "ahead", "in_flight")),
     )
 
 
@@ -131,9 +138,10 @@ def replay(routing: Routing, policy: str, slots: Sequence[int], clock: Clock | N
     top_k = routing.ids.shape[1]
     pointers = (ctypes.c_void_p * MOST_AHEAD)(*guesses)
     trace = _Trace(routing.layers, routing.experts, top_k, len(routing.layer), layer, first, ids, pointers)
+    ranks = min(clock.ranks, top_k) or hinted(top_k)
     options = _Options(
         *(clock.gap_ns, clock.expert_ns, clock.read_ns, clock.overlapped),
-        *(PREFETCH.index(clock.prefetch), clock.width, clock.in_flight),
+        *(PREFETCH.index(clock.prefetch), ranks, min(clock.ahead, MOST_AHEAD), clock.in_flight),
     )
     sizes = np.minimum(slots, routing.layers * routing.experts).astype(np.int32)
     out = np.zeros((len(sizes), len(fields(Counts))), np.int64)
