@@ -38,8 +38,8 @@ CARRIED_MS = 18.6 + 0.8  # of a token: dense weights on an RTX 5060, and hand-of
 
 @dataclass(frozen=True)
 class Measured:
-    """A token's, in milliseconds: `gap_ms` outside of the steps, `waited_ms` for the disk, and `read_ms` that its misses
-    would take one by one."""
+    """A token's, in milliseconds: `gap_ms` outside of the steps, `waited_ms` for the disk, and `read_ms` that its
+    misses would take one by one."""
 
     token_ms: float
     gap_ms: float
