@@ -46,7 +46,7 @@ from services.api.text import CompletionRequest
 from services.api.users import Caller
 from services.rpc import engine_pb2 as pb
 
-MOST_TRIES = 3  # if others' pictures take the place of ours
+MOST_TRIES = 3  # at an engine, if others' pictures take the place of ours there
 
 
 @dataclass(frozen=True)
@@ -136,16 +136,13 @@ class Chats:
         return choices
 
     async def _open_answer(self, request: ChatRequest, caller: Caller, choice: int) -> Answer:
-        for _ in range(MOST_TRIES - 1):
-            with suppress(PictureGone):
-                return await self._try_answer(request, caller, choice)
-        return await self._try_answer(request, caller, choice)
-
-    async def _try_answer(self, request: ChatRequest, caller: Caller, choice: int) -> Answer:
         """On the engine that owns the dialog, or on another one if that is gone or full."""
         trouble: ApiError | None = None
         async for engine, info in self.engines.answering(_owner(request)):
             try:
+                for _ in range(MOST_TRIES - 1):
+                    with suppress(PictureGone):
+                        return await self._answer_at(engine, info, request, caller, choice)
                 return await self._answer_at(engine, info, request, caller, choice)
             except (EngineLost, QueueFull) as error:
                 trouble = error

@@ -114,7 +114,7 @@ def test_a_picture_that_is_gone_is_sent_again(api: RunningApi, eyes: Seeing) -> 
     eyes.gone = 2
     api.chat(user(picture(ONE)))
     assert eyes.received == [ONE] * 3
-    eyes.gone = 3
+    eyes.gone = 100
     answer = api.client.post("/v1/chat/completions", json={"model": "demo", "messages": [user(picture(ONE))]})
     assert answer.status_code == 429
     assert answer.json()["error"]["code"] == "picture_gone"
