@@ -34,14 +34,19 @@ def json_rule(schema: Mapping[str, Any] | bool, strict: bool) -> str:
 
 def literal(text: str) -> str:
     """A text as it stands, in a Lark grammar."""
-    return json.dumps(text, ensure_ascii=False)
+    return _dump(text, ensure_ascii=False)
 
 
 def _schema_text(schema: Mapping[str, Any] | bool, strict: bool) -> str:
     """Not strict: keywords that the engine does not know allow everything."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
-    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": SPACE, "lenient": not strict}})
+    return _dump({**schema, "x-guidance": {"whitespace_pattern": SPACE, "lenient": not strict}})
+
+
+def _dump(value: Any, ensure_ascii: bool = True) -> str:
+    """JSON without the one control character that JSON leaves as it is and Lark does not take."""
+    return json.dumps(value, ensure_ascii=ensure_ascii).replace("\x7f", "\\u007f")
 
 
 def _json(param: str, schema: Mapping[str, Any], strict: bool) -> Form:

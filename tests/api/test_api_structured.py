@@ -180,3 +180,21 @@ def test_what_the_engine_refuses_is_a_400_with_the_field(
         assert error["message"] == f"{param}: no text fits"
         assert error.get("param", param) == param
         assert error.get("code", "invalid_schema") == "invalid_schema"
+
+
+def test_any_text_can_be_a_choice(shared: tuple[RunningApi, ScriptedEngine]) -> None:
+    letters = [*map(chr, range(0x180)), "\u2028", "\ufeff", "\uffff", "\U0010ffff"]
+    texts = [*letters, *("a" + one + "b" for one in letters), "// # %json {} | <a> /b/ \\n $"]
+    delete = grammar_for(shared, "/v1/chat/completions", guided_choice=["\x7f"])
+    assert delete is not None
+    assert accepts(delete, "\x7f")
+    for at in range(0, len(texts), 200):
+        some = texts[at : at + 200]
+        grammar = grammar_for(shared, "/v1/chat/completions", guided_choice=some)
+        assert grammar is not None
+        assert [text for text in some[::5] if not accepts(grammar, text)] == []
+        assert not accepts(grammar, "abab")
+    schema = {"enum": ["\x7f", "b"]}
+    grammar = grammar_for(shared, "/v1/chat/completions", response_format={"type": "json_object", "schema": schema})
+    assert grammar is not None
+    assert accepts(grammar, '"b"')
