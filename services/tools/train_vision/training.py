@@ -92,7 +92,8 @@ class Training:
 
     def __init__(self, checkpoint: Path, network: Network, device: str, batch: int, workers: int, say: Say) -> None:
         self.network = network.to(device)
-        self.language: Any = oracle.load(checkpoint).to(device)
+        self._precision = torch.bfloat16 if device.startswith("cuda") else torch.float32
+        self.language: Any = oracle.load(checkpoint).to(device, self._precision)
         self._device, self._say = device, say
         self._checkpoint, self._batch, self._workers = checkpoint, batch, workers
         tokens = network.side**2 // 4
@@ -100,7 +101,6 @@ class Training:
             nn.Linear(4 * network.config.width, 64), nn.ReLU(), nn.Flatten(), nn.Linear(64 * tokens, sum(SIZES))
         ).to(device)
         self._picture_id = Prompts(checkpoint, 1).picture_id
-        self._precision = torch.bfloat16 if device.startswith("cuda") else torch.float32
 
     def run(self, minutes: float) -> None:
         torch.set_float32_matmul_precision("high")
