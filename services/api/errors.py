@@ -166,7 +166,7 @@ BY_ENGINE_CODE: dict[str, type[ApiError]] = {
     "bad_checkpoint": EngineFailed,
     "bad_store": EngineFailed,
     "bad_trace": EngineFailed,
-    "device": EngineFailed,
+    "device": EngineLost,  # it starts again
     "disk": EngineFailed,
     "memory_plan": EngineFailed,
     "out_of_pages": QueueFull,  # other dialogs hold the memory: it comes back

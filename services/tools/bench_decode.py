@@ -51,6 +51,7 @@ OURS = Method("split")
 METHODS = {"split": OURS, "published": PUBLISHED[0], "cpu": Method("CPU alone", share=0)}  # for profiles
 WARM, TUNING, RECORDED = 6, 8, 3  # tokens
 FEW_THREADS = 8
+IN_A_ROW = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +89,7 @@ def batches(text: str) -> list[int]:
 def run(args: argparse.Namespace) -> int:
     store = Store.open(args.store)
     if args.free_mib:
-        fit(args, store, args.free_mib * MIB)
+        print(f"{args.free_mib} MiB of graphics memory:\n{fit(args, store, args.free_mib * MIB)}", flush=True)
     if not torch.cuda.is_available():
         print("bench decode needs a CUDA device; thimble plan forecasts without one", file=sys.stderr)
         return 2
@@ -99,7 +100,8 @@ def run(args: argparse.Namespace) -> int:
         if args.free_mib:
             free_bytes = torch.cuda.mem_get_info()[0]
             print(f"the CUDA context alone takes {args.free_mib - free_bytes / MIB:.0f} MiB", flush=True)
-            print(fit(args, store, free_bytes + CONTEXT_BYTES), flush=True)
+            fit(args, store, free_bytes + CONTEXT_BYTES)
+            print(f"sequences a step that fit beside it: {args.batches}", flush=True)
         bench = Bench(args, store, ballast)
         bench.measure()
         bench.report()
@@ -123,11 +125,16 @@ class Stepping(Protocol):
 
 
 def in_turns(rigs: Mapping[str, Stepping], first: int, tokens: int) -> dict[str, list[float]]:
-    """Milliseconds of each rig's tokens from `first` of the trace on; every token by all before the next."""
+    """Milliseconds of each rig's tokens from `first` of the trace on, a few in a row by each before the next.
+
+    The first token after another rig's is not timed: a graph that follows another graph starts late, and workers that
+    had nothing to do are asleep.
+    """
     times: dict[str, list[float]] = {name: [] for name in rigs}
-    for token in range(first, first + tokens):
+    for start in range(first, first + tokens, IN_A_ROW):
         for name, rig in rigs.items():
-            times[name].append(rig.step(token))
+            rig.step(start)
+            times[name] += [rig.step(token) for token in range(start, min(start + IN_A_ROW, first + tokens))]
     return times
 
 

@@ -51,6 +51,7 @@ def start_engine(
         engine.printed.append(line.rstrip())
         if line.startswith("ready:"):
             return engine
+    process.stdout.close()
     raise AssertionError(f"the engine ended with {process.wait()}: {log.read_text()}")
 
 

@@ -21,7 +21,7 @@ def tokens(engine: EngineProcess) -> list[int]:
 
 
 def test_too_little_is_refused_before_anything_is_loaded(demo_store: Store, tmp_path: Path) -> None:
-    with Ballast(700), pytest.raises(AssertionError, match="does not fit into .* MiB of graphics memory"):
+    with Ballast(700), pytest.raises(AssertionError, match=r"does not fit into .* MiB of graphics memory"):
         start_engine(demo_store.folder, tmp_path / "log")
 
 

@@ -7,7 +7,7 @@ import torch
 
 from services.engine.experts.store import Store
 from services.tools import bench_decode, replay, synth
-from services.tools.bench_decode import WARM, in_turns, numbers, warm
+from services.tools.bench_decode import IN_A_ROW, WARM, in_turns, numbers, warm
 from services.tools.cli import main
 from services.tools.decode_rig import filled_host
 
@@ -28,12 +28,16 @@ class Counted:
         return float(len(self.order))
 
 
-def test_methods_take_turns_token_by_token() -> None:
+def test_methods_take_turns_some_tokens_in_a_row_and_the_first_is_not_timed() -> None:
     order: list[tuple[str, int]] = []
     rigs = {name: Counted(name, order) for name in ("ours", "published")}
-    times = in_turns(rigs, first=3, tokens=2)
-    assert order == [("ours", 3), ("published", 3), ("ours", 4), ("published", 4)]
-    assert times == {"ours": [1.0, 3.0], "published": [2.0, 4.0]}
+    times = in_turns(rigs, first=3, tokens=IN_A_ROW + 1)
+    row = [3, *range(3, 3 + IN_A_ROW)]
+    last = [3 + IN_A_ROW] * 2
+    expected = [(name, token) for tokens in (row, last) for name in rigs for token in tokens]
+    assert order == expected
+    assert [len(each) for each in times.values()] == [IN_A_ROW + 1] * 2
+    assert 1.0 not in times["ours"], "the very first step is not timed"
 
 
 def test_warming_is_not_timed() -> None:
