@@ -107,7 +107,7 @@ def upgrades(shape: Shape, box: Box, cache_gb: float) -> list[Upgrade]:
         return Upgrade(name, decode(shape, changed, Method.SPLIT, hits).tok_s)
 
     found = [
-        after(f"{box.ram_gb:.0f} GB more RAM (of the same speed)", box, cache_gb + box.ram_gb),
+        after(f"as much RAM again, {box.ram_gb:.0f} GB of the same speed", box, cache_gb + box.ram_gb),
         after("a second drive like the first (thimble spread)", box.with_rates(box.dram_gb_s, 2 * box.disk_gb_s)),
         after("RAM a quarter faster", box.with_rates(1.25 * box.dram_gb_s, box.disk_gb_s)),
         after("a card with twice the memory bandwidth", replace(box, vram_gb_s=2 * box.vram_gb_s)),

@@ -23,6 +23,7 @@ from services.tools.predict import GB, Method, Shape, Token
 from services.tools.ram_ledger import PlanError, RamLedger, RamWanted, ram_ledger
 from services.tools.synthetic_shapes import SUPER, dense_layout
 
+WORTH = 1.02  # an upgrade that gives less is none
 PROMPTS = (40, 512, 2048, 8192)
 OSRELEASE = Path("/proc/sys/kernel/osrelease")
 GIB_IN_GB = 2**30 / GB  # RAM is sold in GiB
@@ -96,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
         print(line)
     print(f"\nWhat would help, from {tokens[0][1].tok_s:.1f} tok/s")
     for upgrade in upgrades(shape, corners[0], ram.cache_gb):
-        print(f"  {upgrade.tok_s:6.1f} tok/s  {upgrade.name}")
+        worth = upgrade.tok_s > WORTH * tokens[0][1].tok_s
+        print(f"  {upgrade.tok_s:6.1f} tok/s  {upgrade.name}{'' if worth else ': no use'}")
     print("\nNot in it: prefetch, heat, other work on the machine, a long context's attention.")
     if args.record:
         low, high = tokens[0][1].tok_s, tokens[-1][1].tok_s

@@ -80,10 +80,10 @@ def test_uneven_layers_cost_more_than_even_ones() -> None:
 def test_what_helps() -> None:
     """On a slow disk a second one or more RAM, on a fast one with enough RAM something else."""
     slow = upgrades(SUPER, PUBLISHED.with_rates(70, 2), 16)
-    assert slow[0].name.startswith("34 GB more RAM")
+    assert slow[0].name.startswith("as much RAM again, 34 GB")
     assert [upgrade.tok_s for upgrade in slow] == sorted((upgrade.tok_s for upgrade in slow), reverse=True)
     fast = upgrades(SUPER, PUBLISHED.with_rates(70, 12), 60)
-    assert not fast[0].name.startswith(("34 GB", "a second drive"))
+    assert not fast[0].name.startswith(("as much RAM", "a second drive"))
 
 
 def test_the_ram_ledger_adds_up_and_refuses() -> None:
@@ -113,7 +113,15 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     path = tmp_path / "x.csv"
     assert main([*GIVEN, "--cache", "20", "--record", str(path)]) == 0
     out = capsys.readouterr().out
-    for word in ("RTX 5060, 8151 MiB", "dense weights", "Redis", "EXPERT_CACHE_GB=20", "a second drive", "tok/s"):
+    for word in (
+        "16 PCIe lanes: no use",
+        "RTX 5060, 8151 MiB",
+        "dense weights",
+        "Redis",
+        "EXPERT_CACHE_GB=20",
+        "a second drive",
+        "tok/s",
+    ):
         assert word in out
     [row] = csv.DictReader(path.read_text().splitlines())
     assert row["name"] == "plan.rtx5060_tok_s"
