@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "kernels/experts/cpu/choose.h"
+#include "kernels/experts/host/emulated_drive.h"
 #include "kernels/experts/host/file_drive.h"
 #include "kernels/experts/host/step.h"
 #include "kernels/experts/host/xxh64.h"
@@ -30,7 +31,7 @@ Catalog make_blocks(const std::string& path) {
   catalog.shape = {LATENT, WIDTH, 0, 1024, 1152, 2176, 4096};
   catalog.layers = LAYERS;
   catalog.experts = EXPERTS;
-  catalog.offsets.resize(1);
+  catalog.offsets.resize(2);
   std::mt19937 random(1);
   std::ofstream file(path, std::ios::binary);
   for (int key = 0; key < LAYERS * EXPERTS; key++) {
@@ -40,6 +41,7 @@ Catalog make_blocks(const std::string& path) {
     for (size_t at = 2176; at < 2304; at++) block[at] = uint8_t(0x20 + random() % 0x40);
     file.write(reinterpret_cast<const char*>(block.data()), std::streamsize(block.size()));
     catalog.offsets[0].push_back(key * catalog.shape.block_bytes);
+    catalog.offsets[1].push_back(key % 3 ? key * catalog.shape.block_bytes : NOT_THERE);
     catalog.checksums.push_back(xxh64(block.data(), block.size()) ^ (key == DAMAGED));
     catalog.up_scales.push_back(0.003f);
     catalog.down_scales.push_back(0.002f);
@@ -64,8 +66,8 @@ std::vector<Call> make_calls(const Catalog& catalog, const std::string& path) {
   Catalog sound = catalog;
   sound.checksums[DAMAGED] ^= 1;
   std::unique_ptr<Step> step;
-  FileDrive drive(path);
-  Cache cache(sound, {{&drive}, "lru", Prefetching::off, LAYERS * EXPERTS, 1, false, false, 0});
+  FileDrive drive(path), copy(path);
+  Cache cache(sound, {{&drive, &copy}, "lru", Prefetching::off, LAYERS * EXPERTS, 1, false, false, 0});
   step = std::make_unique<Step>(sound, cache, workers, *kernels_for(Isa::plain));
   std::mt19937 random(2);
   std::vector<Call> calls(24);
@@ -91,14 +93,17 @@ int main(int, char** arguments) {
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(std::atoi(arguments[2]));
   const Catalog catalog = make_blocks(path);
   const std::vector<Call> calls = make_calls(catalog, path);
+  std::ifstream file(path, std::ios::binary);
+  const std::vector<uint8_t> bytes{std::istreambuf_iterator<char>(file), {}};
   int steps = 0, failures = 0;
   for (int round = 0; std::chrono::steady_clock::now() < until; round++) {
     const int slots[] = {1, 2, 5, 9}, threads[] = {4, 2, 3, 1};
     Workers workers(threads[round % 4], round % 2 * 20);
     std::unique_ptr<Step> step;
     FileDrive drive(path);
+    EmulatedDrive copy(bytes.data(), int64_t(bytes.size()), {1e9, 5e8, 20000, 2});
     const char* policies[] = {"layered", "lru", "s3fifo", "layered", "sieve", "lfu", "quota"};
-    Cache cache(catalog, {{&drive}, policies[round % 7], Prefetching(1 + round % 2), slots[round % 4], 1 + round % 3, false, true,
+    Cache cache(catalog, {{&drive, &copy}, policies[round % 7], Prefetching(1 + round % 2), slots[round % 4], 1 + round % 3, false, true,
                           round % 5 ? 0 : 300});
     step = std::make_unique<Step>(catalog, cache, workers, *kernels_for(processor_has(Isa::avx2) ? Isa::avx2 : Isa::plain));
     std::atomic<bool> stop{false};
