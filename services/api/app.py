@@ -17,6 +17,7 @@ from services.api.chat import Chats
 from services.api.config import ApiConfig
 from services.api.engines import Engines
 from services.api.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound
+from services.api.exchange import Exchange
 from services.api.logs import EXTRA
 from services.api.metrics import Metrics
 from services.api.middleware import REQUEST_ID, Guarded, Observed, error_response
@@ -120,7 +121,7 @@ def _build_chats(
     config: ApiConfig, folder: ModelFolder, engines: Engines, store: Store | None, metrics: Metrics
 ) -> Chats:
     memory = RecordMemory()
-    snapshots = Snapshots(folder, store, memory, metrics, config.snapshot_min_tokens)
+    snapshots = Snapshots(folder, store, memory, metrics, config.snapshot_min_tokens, Exchange(config.exchange_dir))
     saving = Saving(folder, store, memory, metrics, config.snapshot_writes, config.snapshot_write_s)
     ahead = Ahead(folder, snapshots, saving, metrics, config.request_timeout_s) if config.read_ahead else None
     limits = (config.default_max_tokens, config.request_timeout_s)

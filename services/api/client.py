@@ -108,6 +108,7 @@ class Generation:
     def __init__(self, call: Any, engine: Engine) -> None:  # grpc.aio's own types are not published
         self._call = call
         self._engine = engine
+        self._ahead: pb.GenerateOut | None = None  # read, and not yet told
 
     async def start(self, start: pb.Start) -> None:
         """Send the request and wait until the engine has taken it in or refused it."""
@@ -121,6 +122,10 @@ class Generation:
     async def messages(self) -> AsyncIterator[pb.GenerateOut]:
         """Until the engine ends the call. Raises its error."""
         while True:
+            if self._ahead is not None:
+                message, self._ahead = self._ahead, None
+                yield message
+                continue
             try:
                 with _translated():
                     message = await self._call.read()
@@ -143,6 +148,19 @@ class Generation:
             await self._write(pb.GenerateIn(chunk=pb.SnapshotChunk(index=index, data=chunk)))
             index += 1
         return index
+
+    async def lend(self, chunks: pb.LentChunks) -> None:
+        """Chunks of the payload the engine asked for, in a file that it sees."""
+        await self._write(pb.GenerateIn(lent=chunks))
+
+    async def taken(self) -> int | None:
+        """How many lent chunks the engine has read, when that grows; None if it wants no more. Raises its error."""
+        async for message in self.messages():
+            if message.WhichOneof("message") == "taken":
+                return int(message.taken.chunks)
+            self._ahead = message
+            return None
+        return None
 
     async def say_unavailable(self) -> None:
         """The payload the engine asked for cannot be had."""

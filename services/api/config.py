@@ -40,6 +40,9 @@ class ApiConfig:
     )
     embedded_memory_mb: int = setting(1024, "MB", "most memory of the embedded server; oldest snapshots go first")
     snapshot_ttl_s: int = setting(3 * 86400, "s", "how long an unused snapshot is kept")
+    exchange_dir: str = setting(
+        "", "", "folder in memory (tmpfs) that engines on this machine see too, for payloads; empty: they go over gRPC"
+    )
     read_ahead: bool = setting(
         True, "", "after an answer, an engine that has nothing to do reads the history as the next turn will show it"
     )

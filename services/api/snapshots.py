@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from prometheus_client import Counter
 
 from services.api.client import Generation
+from services.api.exchange import WINDOW, Exchange
 from services.api.keys import boundary_keys, space_of
 from services.api.metrics import Metrics
 from services.api.model_folder import ModelFolder
@@ -58,6 +59,7 @@ class Plan:
     space: bytes
     keys: Mapping[int, bytes]  # of all boundaries of the text
     older: tuple[tuple[bytes, bytes], ...] = ()  # key and id of stored states that a newer one replaces
+    lends: bool = False  # payloads to the engine, instead of sending them over gRPC
     shown: tuple[Shown, ...] = ()  # its pictures, in order
 
     def known_to_the_end(self, key: bytes) -> bool:
@@ -81,7 +83,13 @@ class Snapshots:
     """`store` None: only the engine's hot states are used."""
 
     def __init__(
-        self, folder: ModelFolder, store: Store | None, memory: RecordMemory, metrics: Metrics, min_tokens: int
+        self,
+        folder: ModelFolder,
+        store: Store | None,
+        memory: RecordMemory,
+        metrics: Metrics,
+        min_tokens: int,
+        exchange: Exchange,
     ) -> None:
         self._tokenizer = folder.tokenizer
         self._template = folder.template
@@ -89,6 +97,7 @@ class Snapshots:
         self._memory = memory
         self._metrics = metrics
         self._min_tokens = min_tokens
+        self._exchange = exchange
         metrics.store_available.set_function(lambda: float(self.store_available))
 
     @property
@@ -114,6 +123,7 @@ class Snapshots:
             space=space,
             keys=keys,
             older=older,
+            lends=self._exchange.shared_with(info),
             shown=prompt.shown,
         )
 
@@ -130,8 +140,7 @@ class Snapshots:
             await generation.say_unavailable()
             return False
         began = time.perf_counter()
-        sent_bytes = self._metrics.snapshot_bytes["sent",]
-        sent = await generation.send_payload(_counted(self._store.read(offer.record, restore.need), sent_bytes))
+        sent = await self._transfer(self._store, offer.record, restore.need, generation, plan.lends)
         if sent == offer.head.chunks + len(restore.need):
             self._metrics.send_s.observe(time.perf_counter() - began)
             return True
@@ -139,6 +148,25 @@ class Snapshots:
         if self._store.available:
             await self.refused(plan, state_id)  # nor could it be sent another time
         return False
+
+    async def _transfer(
+        self, store: Store, record: Record, need: Sequence[int], generation: Generation, lends: bool
+    ) -> int:
+        """How many chunks the engine got."""
+        counter = self._metrics.snapshot_bytes["sent",]
+        bulk = store.bulk_reader(record, need, WINDOW) if lends else None
+        if bulk is None:
+            return await generation.send_payload(_counted(store.read(record, need), counter))
+        reader, sizes = bulk
+        try:
+            sent = await self._exchange.lend(generation, reader, sizes)
+        except OSError as error:
+            log.warning("a snapshot could not be read: %s", error)
+            return 0
+        finally:
+            reader.close()
+        counter.inc(sum(sizes[:sent]))
+        return sent
 
     async def refused(self, plan: Plan, state_id: bytes) -> None:
         """The engine does not accept this payload: nobody shall be offered it again."""

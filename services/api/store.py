@@ -20,11 +20,13 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, RedisError
 
+from services.api.bulk import BulkReader, can_read
 from services.api.keys import block_name, payload_name, record_name
 from services.api.records import Head, Record, head_from_field, record_from_fields, to_fields
 
 log = logging.getLogger(__name__)
 
+CHUNK_BYTES = 1 << 20  # as engines cut own parts
 WINDOW_CHUNKS = 4  # in memory at a time on the way to or from the store, about 1 MiB each
 READ_TIMEOUT = 8  # times the timeout of a look-up: chunks are big, and other clients' chunks are too
 WRITE_TIMEOUT_S = 15.0  # nobody waits for it
@@ -41,6 +43,13 @@ class Stored:
     sendable: bool
 
 
+def _reading(record: Record, blocks: Sequence[int]) -> list[tuple[str, ...]]:
+    """The command for each chunk of the own part and for each of these blocks."""
+    name = payload_name(record.head.state_id)
+    own = [("HGET", name, str(index)) for index in range(record.head.chunks)]
+    return own + [("GET", block_name(record.blocks[number])) for number in blocks]
+
+
 class StoreRefused(Exception):
     """The store answered, but did not take the data: it is full, read-only, or holds something else at this key."""
 
@@ -49,6 +58,7 @@ class Store:
     """One for the process. All methods but `write` return quickly and never raise for the store's troubles."""
 
     def __init__(self, url: str, timeout_s: float, ttl_s: int) -> None:
+        self._url = url
         self._lookup_s = timeout_s
         self._read_s = timeout_s * READ_TIMEOUT
 
@@ -110,9 +120,7 @@ class Store:
 
     async def read(self, record: Record, blocks: Sequence[int]) -> AsyncIterator[bytes]:
         """The chunks of the own part and these blocks, in order. Ends early if one is missing or the store fails."""
-        name = payload_name(record.head.state_id)
-        commands: list[Command] = [("HGET", name, str(index)) for index in range(record.head.chunks)]
-        commands += [("GET", block_name(record.blocks[number])) for number in blocks]
+        commands = _reading(record, blocks)
         left_bytes = record.head.size_bytes + len(blocks) * record.head.block_bytes
         for first in range(0, len(commands), WINDOW_CHUNKS):
             window = commands[first : first + WINDOW_CHUNKS]
@@ -126,6 +134,17 @@ class Store:
                 yield answer
             if len(answers) < len(window):
                 return
+
+    def bulk_reader(self, record: Record, blocks: Sequence[int], window: int) -> tuple[BulkReader, list[int]] | None:
+        """For the same chunks, received where they are to lie, and their sizes; None if that is not possible."""
+        head = record.head
+        if not (self.available and can_read(self._url)):
+            return None
+        sizes = [CHUNK_BYTES] * (head.chunks - 1)
+        sizes += [head.size_bytes - sum(sizes), *[head.block_bytes] * len(blocks)]
+        if not all(0 < size <= CHUNK_BYTES for size in sizes):
+            return None
+        return BulkReader(self._url, _reading(record, blocks), sizes, window, self._read_s), sizes
 
     async def write(self, record: Record, own_part: bool, blocks: Sequence[int], chunks: AsyncIterator[bytes]) -> None:
         """Store the own part, if it is among `chunks`, and the blocks that follow it. Raises StoreRefused if the store

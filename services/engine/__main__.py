@@ -86,7 +86,7 @@ async def run(config: EngineConfig) -> int:
             if await _stopped_before(loading, stop):
                 return 0
             parts = loading.result()
-            engine = Engine(parts.info, parts.scheduler, parts.experts, parts.grammars, parts.sight)
+            engine = Engine(parts.info, parts.scheduler, parts.experts, parts.grammars, parts.sight, parts.exchange_dir)
             await server.serve(engine)
             say(
                 f"ready: gRPC on {config.host}:{server.port}, "

@@ -10,9 +10,11 @@ from typing import Any
 import grpc
 
 from services.engine.engine import Engine, Handle
-from services.engine.errors import StreamError
+from services.engine.errors import PayloadError, StreamError
+from services.engine.exchange import LentFiles
 from services.engine.messages import EVERYTHING, NOTHING, Want, message_of, request_of, snapshot_chunks, snapshot_head
-from services.engine.request import Event, Failed, Finish, Request, Restore, Snapshot, Source, StateRef
+from services.engine.request import Event, Failed, Finish, Request, Restore, Snapshot, Source, StateRef, Taken
+from services.engine.snapshots.payload import CHUNK_BYTES
 from services.engine.upload import Upload
 
 START_TIMEOUT_S = 30.0
@@ -32,6 +34,7 @@ class Call:
         self._upload: Upload | None = None
         self._deadline: asyncio.TimerHandle | None = None  # of the upload
         self._half_closed = False
+        self._lent = LentFiles(engine.exchange_dir, CHUNK_BYTES)
         self._wants: asyncio.Queue[Want] = asyncio.Queue()
 
     async def run(self) -> None:
@@ -75,6 +78,8 @@ class Call:
                     handle.stop_thinking()
                 case "chunk" if self._upload is not None:
                     self._upload.add(message.chunk.index, message.chunk.data)
+                case "lent" if self._upload is not None:
+                    self._add_lent(message.lent, handle, self._upload)
                 case "unavailable" if self._upload is not None:
                     self._upload.end_of_stream()
                 case "want":
@@ -104,6 +109,20 @@ class Call:
                     await self._send(snapshot, on_request)
             except TimeoutError:
                 raise StreamError(f"the client took no snapshot within {self._snapshot_timeout_s:.0f} s") from None
+
+    def _add_lent(self, lent: Any, handle: Handle, upload: Upload) -> None:
+        try:
+            chunks = self._lent.chunks(lent.name, lent.offsets, lent.sizes)
+        except PayloadError as error:
+            return upload.refuse(str(error))
+        for index, chunk in enumerate(chunks, lent.first):
+            upload.add(index, chunk)
+        loop, taken = asyncio.get_running_loop(), Taken(lent.first + len(chunks))
+
+        def tell() -> None:
+            loop.call_soon_threadsafe(self._events.put_nowait, taken)
+
+        return handle.then(tell)
 
     async def _send(self, snapshot: Snapshot, on_request: bool) -> None:
         """The head, and of the rest what the client wants."""

@@ -66,6 +66,11 @@ class EngineConfig:
         1.0, "GB", "RAM for states kept after a request, so that the next need not send them"
     )
     picture_cache_gb: float = setting(0.5, "GB", "RAM for embeddings of pictures, if the model can see")
+    exchange_dir: str = setting(
+        "",
+        "",
+        "folder in memory (tmpfs) that an api on this machine sees too, for payloads; empty: they come over gRPC",
+    )
     snapshot_timeout_s: float = setting(60.0, "s", "longest wait for a client to send or to take one snapshot")
     stop_timeout_s: float = setting(5.0, "s", "how long requests under way may go on after a stop signal")
 

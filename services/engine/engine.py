@@ -21,6 +21,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from services.engine.errors import (
     StoppingError,
     UnsupportedError,
 )
+from services.engine.exchange import Lent
 from services.engine.experts.streamer import Experts
 from services.engine.grammar import Grammars
 from services.engine.request import Event, Failed, Finish, Info, Request, Sink, Token
@@ -56,9 +58,16 @@ class Engine:
     """
 
     def __init__(
-        self, info: Info, scheduler: Scheduler, experts: Experts, grammars: Grammars, sight: Sight | None = None
+        self,
+        info: Info,
+        scheduler: Scheduler,
+        experts: Experts,
+        grammars: Grammars,
+        sight: Sight | None = None,
+        exchange_dir: Path | None = None,
     ) -> None:
         self.info = info
+        self.exchange_dir = exchange_dir
         self._sight = sight
         self._looks = Looks()
         self._grammars = grammars
@@ -242,7 +251,11 @@ class Handle:
         self._engine = engine
         self._sequence = sequence
 
-    def restore(self, chunk: bytes, refusal: str = "") -> None:
+    def then(self, call: Callable[[], None]) -> None:
+        """Have the thread call this when it has done what was asked before; it must return at once."""
+        self._engine.post(lambda scheduler, sequence: call(), self._sequence)
+
+    def restore(self, chunk: bytes | Lent, refusal: str = "") -> None:
         """The next chunk of the payload that Restore(SEND) asked for, or why it cannot be had."""
         self._engine.post(lambda scheduler, sequence: scheduler.restore(sequence, chunk, refusal), self._sequence)
 

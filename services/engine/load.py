@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from kernels.workers.pool import SPIN_US
 from services.engine.config import EngineConfig
 from services.engine.errors import DeviceError, UnsupportedError
+from services.engine.exchange import mark
 from services.engine.experts.copies import copies, folders_of
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import Experts, HostExperts, open_experts
@@ -53,6 +54,7 @@ class Parts:
     experts: Experts
     grammars: Grammars
     sight: Sight | None
+    exchange_dir: Path | None
 
 
 def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str], None]) -> Parts:
@@ -75,6 +77,7 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         vision=store.vision_file is not None,
         device=torch.cuda.get_device_name() if on_gpu else "cpu",
         version=importlib.metadata.version("thimble"),
+        exchange=mark(Path(config.exchange_dir)) if config.exchange_dir else "",
     )
     trace = None
     if config.trace:
@@ -103,6 +106,7 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         else:
             network = Model(store.dense(), store.config, experts, trace)
             pool = PagePool(store.config, plan.pages)
+            pool.most_spares = config.max_sequences
         # What torch still computes is small, and its waiting threads would spin on the cores of the worker pool.
         torch.set_num_threads(1)
         kv_number_bytes = pool.keys.element_size()
@@ -124,7 +128,8 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
     say(f"loaded {info.model}, fingerprint {info.model_fingerprint}, in {time.perf_counter() - begin:.1f} s")
     tokenizer_file = store.folder / "tokenizer.json"
     grammars = Grammars(tokenizer_file, info.vocab_size, config.grammar_max_bytes, config.grammar_timeout_s)
-    return Parts(info, scheduler, experts, grammars, sight)
+    exchange_dir = Path(config.exchange_dir) if config.exchange_dir else None
+    return Parts(info, scheduler, experts, grammars, sight, exchange_dir)
 
 
 def _on_gpu(config: EngineConfig) -> bool:

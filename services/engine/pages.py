@@ -25,6 +25,8 @@ class PagePool:
     def _own(self, pages: int) -> None:
         """All are free."""
         self.total = pages
+        self.spares: list[tuple[torch.Tensor, ...]] = []  # fixed tensors of released states, as they left them
+        self.most_spares = 0  # to be kept: the memory of a large state costs more to get than to clear
         self._free = list(range(pages - 1, -1, -1))
         self._owners = [0] * pages
 

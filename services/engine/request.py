@@ -29,6 +29,7 @@ class Info:
     vision: bool
     device: str
     version: str
+    exchange: str = ""
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,13 @@ class Restore:
 
 
 @dataclass(frozen=True)
+class Taken:
+    """So many chunks of the payload that lie in lent memory were read: the client may use it again."""
+
+    chunks: int
+
+
+@dataclass(frozen=True)
 class Progress:
     done_tokens: int
     total_tokens: int
@@ -257,5 +265,5 @@ class Failed:
     error: EngineError
 
 
-Event = Restore | Progress | Token | Finish | Failed  # Finish or Failed is the last one of a request
+Event = Restore | Taken | Progress | Token | Finish | Failed  # Finish or Failed is the last one of a request
 Sink = Callable[[Event], None]  # called by the engine's thread: must return at once

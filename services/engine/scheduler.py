@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from services.engine.errors import CancelledError, DeviceError, EngineError, StepError
+from services.engine.exchange import Lent
 from services.engine.metrics import Metrics
 from services.engine.model import GaveWay, Segment
 from services.engine.model_config import ModelConfig
@@ -121,7 +122,7 @@ class Scheduler:
         if sequence in self.answering:
             self._finish_if_ended(sequence)
 
-    def restore(self, sequence: Sequence, chunk: bytes, refusal: str) -> None:
+    def restore(self, sequence: Sequence, chunk: bytes | Lent, refusal: str) -> None:
         """The next chunk of the payload that was asked for; if there is a `refusal`, the prompt is read from its first
         token. What comes after the end is ignored."""
         arriving = sequence.arriving
@@ -140,7 +141,8 @@ class Scheduler:
         else:
             sequence.cached_tokens = arriving.ref.tokens
             self.metrics.snapshot_bytes["received",].inc(arriving.received_bytes)
-            self.hot.keep(arriving.ref, arriving.chunks, arriving.blocks)
+            if not arriving.lent:  # what lies in the client's memory would have to be copied to stay
+                self.hot.keep(arriving.ref, arriving.chunks, arriving.blocks)
         self._start_reading(sequence, Restore(Source.REFUSED if refusal else Source.SENT, arriving.ref, refusal))
 
     def drop(self, sequence: Sequence, error: EngineError) -> None:

@@ -25,10 +25,14 @@ class State:
         self.config = config
         self.pool = pool
         self.ids: list[int] = []
-        self.conv = torch.zeros(layers, config.conv_channels, config.conv_kernel - 1)
-        self.ssm = torch.zeros(layers, config.mamba_heads, config.mamba_head_dim, config.mamba_state)
+        if pool.spares:
+            self.conv, self.ssm = (tensor.zero_() for tensor in pool.spares.pop())
+        else:
+            self.conv = torch.zeros(layers, config.conv_channels, config.conv_kernel - 1)
+            self.ssm = torch.zeros(layers, config.mamba_heads, config.mamba_head_dim, config.mamba_state)
         self.pages: list[int] = []
         self.block_names: list[bytes] = []  # of its first KV blocks, as far as snapshots/payload.py has named them
+        self._released = False
         self.spoiled = False  # a step failed halfway: nothing here can be trusted, only `release` is allowed
 
     @property
@@ -118,12 +122,15 @@ class State:
         copy.conv, copy.ssm = self.conv.clone(), self.ssm.clone()
         copy.pages = self.pages[: pages_for(self.tokens)]
         copy.block_names = list(self.block_names)
-        copy.spoiled = False
+        copy.spoiled = copy._released = False
         self.pool.share(copy.pages)
         return copy
 
     def release(self) -> None:
         """Give the pages back. The state is empty and must not be used again; a second release does nothing."""
+        if not self._released and len(self.pool.spares) < self.pool.most_spares:
+            self.pool.spares.append((self.conv, self.ssm))
+        self._released = True
         self.pool.release(self.pages)
         self.pages = []
         self.spoiled = True

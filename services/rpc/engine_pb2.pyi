@@ -8,20 +8,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateIn(_message.Message):
-    __slots__ = ("start", "chunk", "stop", "stop_thinking", "want", "unavailable")
+    __slots__ = ("start", "chunk", "stop", "stop_thinking", "want", "unavailable", "lent")
     START_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     STOP_THINKING_FIELD_NUMBER: _ClassVar[int]
     WANT_FIELD_NUMBER: _ClassVar[int]
     UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    LENT_FIELD_NUMBER: _ClassVar[int]
     start: Start
     chunk: SnapshotChunk
     stop: Stop
     stop_thinking: StopThinking
     want: Want
     unavailable: Unavailable
-    def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., chunk: _Optional[_Union[SnapshotChunk, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., stop_thinking: _Optional[_Union[StopThinking, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., unavailable: _Optional[_Union[Unavailable, _Mapping]] = ...) -> None: ...
+    lent: LentChunks
+    def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., chunk: _Optional[_Union[SnapshotChunk, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., stop_thinking: _Optional[_Union[StopThinking, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., unavailable: _Optional[_Union[Unavailable, _Mapping]] = ..., lent: _Optional[_Union[LentChunks, _Mapping]] = ...) -> None: ...
 
 class Want(_message.Message):
     __slots__ = ("own_part", "blocks")
@@ -30,6 +32,18 @@ class Want(_message.Message):
     own_part: bool
     blocks: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, own_part: _Optional[bool] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class LentChunks(_message.Message):
+    __slots__ = ("name", "first", "offsets", "sizes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    first: int
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., first: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Unavailable(_message.Message):
     __slots__ = ()
@@ -163,20 +177,28 @@ class StateRef(_message.Message):
     def __init__(self, state_id: _Optional[bytes] = ..., tokens: _Optional[int] = ..., size_bytes: _Optional[int] = ..., blocks: _Optional[_Iterable[bytes]] = ..., block_bytes: _Optional[int] = ...) -> None: ...
 
 class GenerateOut(_message.Message):
-    __slots__ = ("restore", "progress", "token", "finish", "snapshot", "chunk")
+    __slots__ = ("restore", "progress", "token", "finish", "snapshot", "chunk", "taken")
     RESTORE_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
     restore: Restore
     progress: Progress
     token: Token
     finish: Finish
     snapshot: SnapshotHead
     chunk: SnapshotChunk
-    def __init__(self, restore: _Optional[_Union[Restore, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., token: _Optional[_Union[Token, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotHead, _Mapping]] = ..., chunk: _Optional[_Union[SnapshotChunk, _Mapping]] = ...) -> None: ...
+    taken: Taken
+    def __init__(self, restore: _Optional[_Union[Restore, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., token: _Optional[_Union[Token, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotHead, _Mapping]] = ..., chunk: _Optional[_Union[SnapshotChunk, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ...) -> None: ...
+
+class Taken(_message.Message):
+    __slots__ = ("chunks",)
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    chunks: int
+    def __init__(self, chunks: _Optional[int] = ...) -> None: ...
 
 class Restore(_message.Message):
     __slots__ = ("source", "state", "reason", "need")
@@ -333,7 +355,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("model", "model_fingerprint", "arithmetic_fingerprint", "vocab_size", "context_tokens", "max_sequences", "queue_limit", "vision", "device", "version")
+    __slots__ = ("model", "model_fingerprint", "arithmetic_fingerprint", "vocab_size", "context_tokens", "max_sequences", "queue_limit", "vision", "device", "version", "exchange")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ARITHMETIC_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -344,6 +366,7 @@ class InfoResponse(_message.Message):
     VISION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_fingerprint: str
     arithmetic_fingerprint: str
@@ -354,4 +377,5 @@ class InfoResponse(_message.Message):
     vision: bool
     device: str
     version: str
-    def __init__(self, model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., arithmetic_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., queue_limit: _Optional[int] = ..., vision: _Optional[bool] = ..., device: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+    exchange: str
+    def __init__(self, model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., arithmetic_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., queue_limit: _Optional[int] = ..., vision: _Optional[bool] = ..., device: _Optional[str] = ..., version: _Optional[str] = ..., exchange: _Optional[str] = ...) -> None: ...

@@ -23,6 +23,7 @@ import httpx
 
 from services.api.client import Engine
 from services.api.embedded import EmbeddedStore
+from services.api.exchange import WINDOW, Exchange
 from services.api.keys import block_name, payload_name
 from services.api.records import Head, Record
 from services.api.store import Store
@@ -32,6 +33,7 @@ from services.tools import figures
 ROOT = Path(__file__).parents[2]
 SYSTEM = {"role": "system", "content": "You are a very patient assistant who explains things slowly, in many words."}
 RECEIVE_BYTES = 1 << 20
+MEMORY = Path("/dev/shm")  # where a folder costs no disk
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,11 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with _redis(args.redis) as url, _engine(0.0) as cold, _engine(2.0) as hot:
-        rows = asyncio.run(_measure(url, hot, cold, args.tokens, args.runs))
-    if args.turns:
-        with _redis(args.redis) as url, _engine(0.0) as cold, _api(cold, url) as api:
-            rows.append(_alternate(api, args.turns))
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
+        with _redis(args.redis) as url, _engine(0.0, folder) as cold, _engine(2.0, folder) as hot:
+            rows = asyncio.run(_measure(url, hot, cold, args.tokens, args.runs, Exchange(folder)))
+        if args.turns:
+            with _redis(args.redis) as url, _engine(0.0, folder) as cold, _api(cold, url, folder) as api:
+                rows.append(_alternate(api, args.turns))
     for name, value, unit, note in rows:
         print(f"{name:34} {value:8.4f} {unit:5} {note}")
         if args.out:
@@ -57,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _measure(url: str, hot: str, cold: str, tokens: int, runs: int) -> list[tuple[str, float, str, str]]:
+async def _measure(
+    url: str, hot: str, cold: str, tokens: int, runs: int, exchange: Exchange
+) -> list[tuple[str, float, str, str]]:
     """`hot` and `cold` are addresses of an engine that keeps states and of one that keeps none."""
     store = Store(url, 10.0, 3600)
     keeping, forgetting = Engine(hot), Engine(cold)
@@ -67,11 +72,12 @@ async def _measure(url: str, hot: str, cold: str, tokens: int, runs: int) -> lis
         record = await _take(keeping, store, ids)
         stored_s = time.perf_counter() - began
         size_bytes = record.head.size_bytes + record.head.blocks * record.head.block_bytes
-        raw, restored, held = [], [], []
+        raw, restored, over_grpc, held = [], [], [], []
         for _ in range(runs):  # in turns, so that a busy moment of the machine hits all of them
             raw.append(await asyncio.to_thread(_raw_read, url, record, size_bytes))
-            restored.append(await _restore(forgetting, ids, record, store))
-            held.append(await _restore(keeping, ids, record, None))
+            restored.append(await _restore(forgetting, ids, record, store, exchange))
+            over_grpc.append(await _restore(forgetting, ids, record, store, None))
+            held.append(await _restore(keeping, ids, record, None, None))
     finally:
         await asyncio.gather(keeping.close(), forgetting.close(), store.close())
     note = f"{size_bytes / 1e6:.0f} MB, {tokens} tokens, median of {runs} runs in turns"
@@ -80,6 +86,7 @@ async def _measure(url: str, hot: str, cold: str, tokens: int, runs: int) -> lis
         ("snapshot.raw_read_s", statistics.median(raw), "s", f"{note}; pipelined, into one buffer, nothing parsed"),
         ("snapshot.restore_redis_s", statistics.median(restored), "s", f"{note}; request to restored state"),
         ("snapshot.restore_redis_over_raw", ratio, "ratio", note),
+        ("snapshot.restore_grpc_s", statistics.median(over_grpc), "s", f"{note}; the same without an exchange folder"),
         ("snapshot.restore_hot_s", statistics.median(held), "s", note),
         ("snapshot.store_s", stored_s, "s", f"{note}; one run, with reading the prompt"),
     ]
@@ -108,8 +115,11 @@ async def _take(engine: Engine, store: Store, ids: Sequence[int]) -> Record:
     return record
 
 
-async def _restore(engine: Engine, ids: Sequence[int], record: Record, store: Store | None) -> float:
-    """Seconds from the request to the restored state; from the engine's memory if there is no store."""
+async def _restore(
+    engine: Engine, ids: Sequence[int], record: Record, store: Store | None, exchange: Exchange | None
+) -> float:
+    """Seconds from the request to the restored state; from the engine's memory if there is no store, and over gRPC if
+    there is no exchange."""
     head = record.head
     offer = pb.StateRef(state_id=head.state_id, tokens=head.tokens)
     if store is not None:
@@ -120,7 +130,12 @@ async def _restore(engine: Engine, ids: Sequence[int], record: Record, store: St
     await generation.start(pb.Start(ids=[*ids, 1], max_tokens=1, offers=[offer]))
     async for message in generation.messages():
         if message.restore.source == pb.Restore.SEND and store is not None:
-            await generation.send_payload(store.read(record, message.restore.need))
+            bulk = store.bulk_reader(record, message.restore.need, WINDOW)
+            if exchange is None or bulk is None:
+                await generation.send_payload(store.read(record, message.restore.need))
+            else:
+                await exchange.lend(generation, *bulk)
+                bulk[0].close()
         elif message.WhichOneof("message") == "restore":
             break
     seconds = time.perf_counter() - began
@@ -188,9 +203,9 @@ def _redis(url: str) -> Iterator[str]:
 
 
 @contextmanager
-def _engine(hot_gb: float) -> Iterator[str]:
+def _engine(hot_gb: float, exchange_dir: str) -> Iterator[str]:
     """Its address."""
-    command = [sys.executable, "-m", "services.tools.snapshot_engine", str(hot_gb)]
+    command = [sys.executable, "-m", "services.tools.snapshot_engine", str(hot_gb), exchange_dir]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -200,10 +215,11 @@ def _engine(hot_gb: float) -> Iterator[str]:
 
 
 @contextmanager
-def _api(engine: str, redis_url: str) -> Iterator[str]:
+def _api(engine: str, redis_url: str, exchange_dir: str) -> Iterator[str]:
     """The URL of an api."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith("THIMBLE_")}
     settings = {"MODEL_DIR": str(ROOT / "demo"), "ENGINES": engine, "REDIS_URL": redis_url, "PORT": "0"}
+    settings["EXCHANGE_DIR"] = exchange_dir
     environ |= {f"THIMBLE_API_{key}": value for key, value in settings.items()}
     with tempfile.TemporaryFile("w+") as log:
         command = [sys.executable, "-m", "services.api"]

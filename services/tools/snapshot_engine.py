@@ -1,6 +1,6 @@
 """An engine whose states have the real model's shape and whose network computes nothing: for measuring snapshots on
-any machine. Server, scheduler, payloads and hot states are the real ones. `python -m services.tools.snapshot_engine GB`
-with so much RAM for hot states; prints its port; ends when its standard input does.
+any machine. Server, scheduler, payloads and hot states are the real ones. `python -m services.tools.snapshot_engine GB
+FOLDER` with so much RAM for hot states and an exchange folder; prints its port; ends when its standard input does.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from services.engine.engine import Engine
+from services.engine.exchange import mark
 from services.engine.experts.streamer import Counters
 from services.engine.grammar import Grammars
 from services.engine.metrics import Metrics
@@ -87,6 +88,7 @@ class NoNetwork:
 
 
 async def serve(hot_gb: float) -> None:
+    exchange_dir = Path(sys.argv[2])
     info = Info(
         model="synthetic",
         model_fingerprint="00",
@@ -98,17 +100,19 @@ async def serve(hot_gb: float) -> None:
         vision=False,
         device="none",
         version="0",
+        exchange=mark(exchange_dir),
     )
     experts = NoExperts()
     payloads = PayloadFormat(SHAPE, info.model_fingerprint, info.arithmetic_fingerprint)
     hot = HotStates(payloads, info.arithmetic_fingerprint, int(hot_gb * 1e9), 3 * payloads.size_bytes(CONTEXT_TOKENS))
     pool = PagePool(SHAPE, pages_for(CONTEXT_TOKENS))
+    pool.most_spares = info.max_sequences
     metrics = Metrics(info, experts, CollectorRegistry())
     scheduler = Scheduler(NoNetwork(SHAPE), pool, hot, metrics, info.max_sequences, 1024)
     grammars = Grammars(Path("none"), info.vocab_size, 1, 1.0)
     server = Server("127.0.0.1", 0, 60.0)
     await server.start()
-    await server.serve(Engine(info, scheduler, experts, grammars))
+    await server.serve(Engine(info, scheduler, experts, grammars, exchange_dir=exchange_dir))
     print(server.port, flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await server.stop(0.0)

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -40,6 +41,8 @@ class Call:
     restored_tokens: int = 0
     source: str = ""
     received_bytes: int = 0
+    lent_chunks: int = 0
+    largest_file_bytes: int = 0
     sent_blocks: list[int] = field(default_factory=list)  # how many, of each snapshot
     sent_tokens: int = 0
     stopped: bool = False
@@ -69,6 +72,8 @@ class ScriptedEngine(rpc.EngineServicer):
         self.vision = False
         self.hot: dict[bytes, tuple[int, ...]] = {}
         self.hot_blocks: set[bytes] = set()
+        self.exchange_dir: Path | None = None
+        self.mark = "engine-scripted"
         self.calls: list[Call] = []
         self.idle_calls: list[Call] = []
         self.does_idle_work = True
@@ -117,7 +122,14 @@ class ScriptedEngine(rpc.EngineServicer):
             vision=self.vision,
             device="script",
             version="0",
+            exchange=self._mark(),
         )
+
+    def _mark(self) -> str:
+        if self.exchange_dir is None:
+            return ""
+        (self.exchange_dir / self.mark).touch()
+        return self.mark
 
     def Generate(self, requests: Iterator[pb.GenerateIn], context: Any) -> Iterator[pb.GenerateOut]:
         inbox: queue.Queue[pb.GenerateIn | None] = queue.Queue()
@@ -217,7 +229,11 @@ class ScriptedEngine(rpc.EngineServicer):
                     message = inbox.get(timeout=10)
                     if message is None or message.WhichOneof("message") == "unavailable":
                         break
-                    data += message.chunk.data
+                    if message.WhichOneof("message") == "lent":
+                        data += self._lent(call, message.lent)
+                        yield pb.GenerateOut(taken=pb.Taken(chunks=call.lent_chunks))
+                    else:
+                        data += message.chunk.data
                 call.received_bytes = len(data)
                 good = data == expected and not self.refuses_payloads
                 call.source = "SENT" if good else "REFUSED"
@@ -229,6 +245,14 @@ class ScriptedEngine(rpc.EngineServicer):
                 return
         call.source = "NONE"
         yield pb.GenerateOut(restore=pb.Restore(source=pb.Restore.NONE))
+
+    def _lent(self, call: Call, lent: pb.LentChunks) -> bytes:
+        assert self.exchange_dir is not None
+        file = (self.exchange_dir / lent.name).read_bytes()
+        assert lent.first == call.lent_chunks
+        call.lent_chunks += len(lent.sizes)
+        call.largest_file_bytes = max(call.largest_file_bytes, len(file))
+        return b"".join(file[at : at + size] for at, size in zip(lent.offsets, lent.sizes, strict=True))
 
     def _take(self, ids: tuple[int, ...]) -> pb.StateRef:
         blocks = self.blocks(ids)

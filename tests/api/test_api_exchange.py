@@ -1,0 +1,121 @@
+"""Payloads lent to an engine on the same machine: as they would come over gRPC, and bounded; else they go over gRPC."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from running_api import RunningApi
+from scripted_engine import ScriptedEngine
+
+from services.api.bulk import BulkError, BulkReader, can_read
+from services.api.embedded import EmbeddedStore
+
+SYSTEM = {"role": "system", "content": "You are a very patient assistant who explains things slowly, in many words."}
+
+
+def two_turns(api: RunningApi) -> Any:
+    dialog: list[Any] = [SYSTEM, {"role": "user", "content": "Please tell me what you can do for me."}]
+    reply = api.chat(*dialog)
+    api.saved()
+    answer = {"role": "assistant", "content": reply["choices"][0]["message"]["content"]}
+    reply = api.chat(*dialog, answer, {"role": "user", "content": "And what else?"})
+    assert reply["choices"][0]["message"]["content"] == "Hello there, friend."
+    return reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.fixture
+def cold(engine: ScriptedEngine, tmp_path: Path) -> ScriptedEngine:
+    engine.keeps_hot = False
+    engine.exchange_dir = tmp_path
+    return engine
+
+
+@pytest.mark.parametrize("payload_mb", [0.01, 2.1, 40])
+def test_payloads_of_any_size_are_lent(
+    start_api: Callable[..., RunningApi],
+    store: EmbeddedStore,
+    cold: ScriptedEngine,
+    tmp_path: Path,
+    payload_mb: float,
+) -> None:
+    with redis.Redis.from_url(store.url) as client:
+        client.config_set("maxmemory", 400_000_000)
+    cold.payload_bytes = int(payload_mb * 1e6)
+    api = start_api(redis_url=store.url, exchange_dir=str(tmp_path))
+    assert two_turns(api) > 40
+    assert cold.calls[-1].source == "SENT"
+    assert cold.calls[-1].lent_chunks > 0
+    assert cold.calls[-1].largest_file_bytes <= 16 << 20
+    assert [path.name for path in tmp_path.iterdir()] == [cold.mark], "nothing of it stays"
+    assert api.metric("snapshot_bytes_total", dir="sent") == cold.calls[-1].received_bytes
+
+
+def test_an_engine_with_another_folder_gets_it_over_grpc(
+    start_api: Callable[..., RunningApi], store: EmbeddedStore, cold: ScriptedEngine, tmp_path: Path
+) -> None:
+    (tmp_path / "another").mkdir()
+    assert two_turns(start_api(redis_url=store.url, exchange_dir=str(tmp_path / "another"))) > 40
+    assert (cold.calls[-1].source, cold.calls[-1].lent_chunks) == ("SENT", 0)
+
+
+@pytest.mark.parametrize("spoil", ["missing", "short", "type"])
+def test_what_is_spoilt_in_the_store_is_not_sent(
+    start_api: Callable[..., RunningApi], store: EmbeddedStore, cold: ScriptedEngine, tmp_path: Path, spoil: str
+) -> None:
+    api = start_api(redis_url=store.url, exchange_dir=str(tmp_path), redis_timeout_ms=100)
+    real = api.app.state.chats.snapshots.send
+
+    async def spoilt(*args: Any) -> Any:
+        with redis.Redis.from_url(store.url) as client:
+            for name in client.keys("thimble:2:state:*"):
+                if spoil == "missing":
+                    client.hdel(name, "1")
+                elif spoil == "short":
+                    client.hset(name, "0", b"short")
+                else:
+                    client.delete(name)
+                    client.set(name, b"x")
+        return await real(*args)
+
+    api.app.state.chats.snapshots.send = spoilt
+    assert two_turns(api) == 0
+    assert cold.calls[-1].source == "REFUSED"
+
+
+def test_a_bulk_reader_takes_what_has_its_size_and_nothing_else(store: EmbeddedStore) -> None:
+    with redis.Redis.from_url(store.url) as client:
+        client.set("a", b"x" * 1000)
+        client.hset("b", "0", b"y" * 10)
+    commands, sizes = [("GET", "a"), ("HGET", "b", "0")] * 5, [1000, 10] * 5
+    views = [memoryview(bytearray(size)) for size in sizes]
+    reader = BulkReader(store.url, commands, sizes, 3, 5.0)
+    for first in range(0, 10, 3):
+        reader.fill(views[first : first + 3])
+    reader.close()
+    assert [bytes(view) for view in views] == [b"x" * 1000, b"y" * 10] * 5
+    wrong = BulkReader(store.url, [("GET", "a")], [1001], 3, 0.5)
+    with pytest.raises(BulkError):
+        wrong.fill([memoryview(bytearray(1001))])
+    wrong.close()
+    with pytest.raises(ConnectionRefusedError):
+        BulkReader("redis://127.0.0.1:1", commands, sizes, 3, 0.5).fill(views[:1])
+
+
+def test_a_password_and_a_database_are_used(store: EmbeddedStore) -> None:
+    with redis.Redis.from_url(store.url) as client:
+        client.config_set("requirepass", "s/cret")
+    with redis.Redis.from_url(f"{store.url}?db=3", password="s/cret") as client:
+        client.set("a", b"x" * 10)
+    path = store.url.removeprefix("unix://")
+    for url in (f"unix://:s%2Fcret@{path}?db=3", f"unix://{path}?db=3&password=s/cret"):
+        view = memoryview(bytearray(10))
+        reader = BulkReader(url, [("GET", "a")], [10], 1, 5.0)
+        reader.fill([view])
+        reader.close()
+        assert bytes(view) == b"x" * 10
+    with pytest.raises(BulkError, match="refuses AUTH"):
+        BulkReader(f"unix://:wrong@{path}", [("GET", "a")], [10], 1, 5.0).fill([view])
+    assert can_read("redis://h")
+    assert not can_read("rediss://h")
