@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from demo_engine import demo
 
 from services.engine.errors import TraceError
+from services.engine.experts.store import Store
 from services.engine.experts.trace import DECODE, FRAME, PREFILL, Header, Recorder, read_trace, row_type
 
 HEADER = Header(
@@ -128,6 +130,24 @@ def test_a_file_that_is_there_is_kept(tmp_path: Path) -> None:
     assert [path.name for path in paths] == ["a.trace", "a.1.trace", "a.2.trace"]
     with pytest.raises(TraceError, match="cannot be written"):
         Recorder(tmp_path / "none" / "a", HEADER, 1000)
+
+
+def test_the_engine_records_what_it_routes(demo_store: Store, tmp_path: Path) -> None:
+    """The setting, a prompt and an answer: every token in every MoE layer once, and what the engine counted."""
+    with demo(demo_store, trace=str(tmp_path / "a.trace"), expert_slots=60, prefetch="on", warm_dir="-") as engine:
+        ids = engine.prompt("What is 20 + 22?")
+        answer = engine.answer(ids, max_tokens=6)
+    trace = read_trace(tmp_path / "a.trace")
+    assert trace.whole
+    assert (trace.header.layers, trace.header.experts, trace.header.top_k) == (7, 64, 6)
+    assert trace.prompt_tokens == len(ids)
+    assert len(answer) - 1 <= trace.decoded_tokens <= len(answer)
+    assert (trace.note["slots_total"], trace.note["prefetch"], trace.note["policy"]) == (60, "on", "shipped")
+    routing = trace.routing()
+    assert len(routing.ids) == 7 * (trace.prompt_tokens + trace.decoded_tokens)
+    assert len(routing.guesses) == 2
+    lookups = sum(len(set(named.ravel().tolist())) for named in np.split(routing.ids, routing.first[1:-1]))
+    assert trace.note["hits"] + trace.note["misses"] == lookups
 
 
 def test_a_full_disk_ends_the_recording_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,5 +1,6 @@
-// Whether prefetching pays, found by doing it and leaving it: windows of steps with and without, and the mean time that a step
-// waited for the disk in each. Owns two means and no clock.
+// Whether prefetching pays, found by doing it and leaving it: with, without, without, with, so that what merely changes with
+// time (a cache that fills, another subject) counts for both, and how long steps waited for the disk in each. Then it stays with
+// the better way for a while, and tries again. Owns a score and no clock.
 #pragma once
 
 #include <cstdint>
@@ -10,42 +11,42 @@ enum class Prefetching : int { off, on, automatic };
 
 class Trial {
  public:
-  explicit Trial(Prefetching mode) : mode_(mode), on_(mode != Prefetching::off) {}
+  explicit Trial(Prefetching mode) : mode_(mode) {}
 
-  bool on() const { return on_; }
+  bool on() const {
+    if (mode_ != Prefetching::automatic) return mode_ == Prefetching::on;
+    return window_ < TRIED ? tries() : score_ > 0;
+  }
 
   // A step of decode is over, having waited that long for the disk.
   void step(int64_t waited_ns) {
-    if (mode_ != Prefetching::automatic) return;
-    sum_ns_ += double(waited_ns);
+    if (window_ < TRIED) (tries() ? with_ns_ : without_ns_) += double(waited_ns);
     if (++steps_ < WINDOW) return;
-    Mean& mean = on_ ? with_ : without_;
-    const double found = sum_ns_ / WINDOW;
-    mean.ns += (found - mean.ns) * (mean.known ? WEIGHT : 1);
-    mean.known = true;
-    sum_ns_ = 0;
     steps_ = 0;
-    windows_++;
-    if (!with_.known || !without_.known)
-      on_ = !on_;
-    else
-      on_ = (with_.ns < without_.ns) != (windows_ % OTHER == 0);
+    if (++window_ == TRIED) judge();
+    if (window_ == (trials_ < AT_FIRST ? TRIED : CYCLE)) window_ = 0;
   }
 
  private:
-  static constexpr int WINDOW = 400;  // steps: ten tokens of forty layers
-  static constexpr int OTHER = 16;    // one window in so many tries the way that was found worse
-  static constexpr double WEIGHT = 0.3;
-  struct Mean {
-    double ns = 0;
-    bool known = false;
-  };
+  static constexpr int WINDOW = 200;   // steps: five tokens of forty layers
+  static constexpr int TRIED = 4;      // windows of a trial
+  static constexpr int CYCLE = 32;     // windows from one trial to the next
+  static constexpr int AT_FIRST = 3;   // trials without a pause: the first ones see the cache fill
+  static constexpr double WEIGHT = 0.5;  // of the latest trial
+
+  bool tries() const { return window_ == 0 || window_ == TRIED - 1; }
+
+  void judge() {
+    const double sum_ns = with_ns_ + without_ns_;
+    const double gain = sum_ns > 0 ? (without_ns_ - with_ns_) / sum_ns : 0;
+    score_ += (gain - score_) * WEIGHT;
+    with_ns_ = without_ns_ = 0;
+    trials_++;
+  }
 
   const Prefetching mode_;
-  bool on_;
-  double sum_ns_ = 0;
-  int steps_ = 0, windows_ = 0;
-  Mean with_, without_;
+  double with_ns_ = 0, without_ns_ = 0, score_ = 0;
+  int steps_ = 0, window_ = 0, trials_ = 0;
 };
 
 }  // namespace thimble
