@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from services.api.validation import Body, JsonObject
+from services.api.validation import Body, JsonObject, refuse_constant, shallow
 from services.rpc import engine_pb2 as pb
 
 MOST_CHOICES = 1000
@@ -143,8 +143,8 @@ class Structured(Body):
 def _by_schema(param: str, schema: str | Mapping[str, Any] | None) -> Form | None:
     if isinstance(schema, str):
         try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError):
+            schema = shallow(json.loads(schema, parse_constant=refuse_constant))
+        except (ValueError, RecursionError, PydanticCustomError):
             schema = None
         if not isinstance(schema, dict):
             raise PydanticCustomError("schema", "{param} is no JSON Schema: give an object", {"param": param})

@@ -55,7 +55,7 @@ def _ends(node: Any, root: Mapping[str, Any], finite: set[int]) -> bool:
         if _list(node.get(choice)) and not any(map(known, node[choice])):
             return False
     kinds = node.get("type", [])
-    if SIMPLE & set([kinds] if isinstance(kinds, str) else _list(kinds)):
+    if any(isinstance(kind, str) and kind in SIMPLE for kind in [kinds, *_list(kinds)]):
         return True
     return all(map(known, _required(node)))
 
@@ -76,7 +76,7 @@ def _required(node: Mapping[str, Any]) -> Iterator[Any]:
     least = node.get("minItems", 0)
     first = _list(node.get("prefixItems"))
     if isinstance(least, int | float) and least > 0:
-        yield from first[: int(least)]
+        yield from first[: int(min(least, len(first)))]
         if least > len(first):
             yield node.get("items")
 

@@ -139,6 +139,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
     "schema a list": ({"response_format": {"type": "json_schema", "schema": []}}, "response_format.schema"),
     "guided_json no JSON": ({"guided_json": "{"}, "guided_json"),
+    "guided_json too deep": ({"guided_json": '{"not":' * 900 + "{}" + "}" * 900}, "guided_json"),
+    "guided_json with a constant": ({"guided_json": '{"const": NaN}'}, "guided_json"),
     "guided_json a number": ({"guided_json": "5"}, "guided_json"),
     "guided_choice of numbers": ({"guided_choice": [1]}, "guided_choice[0]"),
     "guided_choice of nothing": ({"guided_choice": [""]}, "guided_choice"),

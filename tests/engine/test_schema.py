@@ -30,6 +30,13 @@ FINITE: dict[str, Any] = {
     "nothing there": {"$ref": "#/$defs/none"},
     "somewhere else": {"$ref": "http://example.com"},
     "odd types": {"type": 5, "required": [1], "minItems": "x", "anyOf": 3, "properties": []},
+    "odder ones": {
+        "type": [{}, 5, []],
+        "minItems": float("inf"),
+        "prefixItems": [{}],
+        "items": [],
+        "required": [{}, []],
+    },
 }
 ENDLESS: dict[str, Any] = {
     "itself": {"$ref": "#"},
