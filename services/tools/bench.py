@@ -20,6 +20,7 @@ BENCHMARKS = {
     "decode": ("services.tools.bench_decode", "whole tokens on GPU and CPU: the published method, ours, and the floor"),
     "snapshots": ("services.tools.bench_snapshots", "a dialog's state from Redis and from memory, beside a raw read"),
     "scan": ("services.tools.bench_scan", "the chunk scan of a prompt on the GPU, ours and mamba-ssm's"),
+    "decode-disk": ("services.tools.bench_decode_disk", "whole tokens while a part of the experts is on a drive"),
     "dense": ("services.tools.bench_dense", "every dense kernel of a decoded token on the GPU, against its bytes"),
 }
 

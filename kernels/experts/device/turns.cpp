@@ -135,9 +135,11 @@ void Turns::demanded() {
   const int next = layer() + 1, lookups = shape_.rows * shape_.top_k;
   if (!shape_.guesses || next >= catalog_.layers) return;
   hints_.clear();
-  for (int rank = 0; rank < shape_.top_k; rank++) {
+  for (int rank = 0; rank < shape_.hints; rank++) {
     for (int row = 0; row < shape_.rows; row++) {
-      const Key key = next * catalog_.experts + memory_.ids[lookups + row * shape_.top_k + rank];
+      const int32_t id = memory_.ids[lookups + row * shape_.top_k + rank];
+      if (id < 0) continue;  // no guess
+      const Key key = next * catalog_.experts + id;
       if (std::find(hints_.begin(), hints_.end(), key) == hints_.end()) hints_.push_back(key);
     }
   }

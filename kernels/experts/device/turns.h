@@ -34,7 +34,8 @@ struct TurnMemory {
 };
 
 struct TurnShape {
-  int rows, top_k, items, guesses;  // items: most experts that the GPU takes; guesses: 0, or rows * top_k
+  int rows, top_k, items;  // items: most experts that the GPU takes
+  int guesses, hints;      // guesses: 0, or rows * top_k; hints: so many of a row's first are prefetched
   int plan_count, plan_table, plan_scale, plan_source;  // first words of the plan's parts
   std::vector<int> wave_ends;  // items up to the first end are announced by the first flag, and so on
 };

@@ -18,6 +18,7 @@ import triton
 from kernels.experts import handoff
 from kernels.experts.decode_step import ExpertStep
 from kernels.experts.host.binding import Host
+from kernels.experts.host.replay import hinted
 from kernels.workers.pool import native
 
 Tensor = torch.Tensor
@@ -142,7 +143,8 @@ class Turns:
         places = (*flags, self.ids, self.x, self.plan, self.results, self.waited, self.stopped)
         words = step.plan_words
         parts = (words.count, words.table, words.scale_2, words.source)
-        sizes = (step.tokens, step.top_k, step.items, guesses, *parts, len(ends), *self.wave_starts[1:])
+        shape = (step.tokens, step.top_k, step.items, guesses, hinted(step.top_k), *parts)
+        sizes = (*shape, len(ends), *self.wave_starts[1:])
         self.library.thimble_turns_open.restype = ctypes.c_void_p
         self.handle = ctypes.c_void_p(
             self.library.thimble_turns_open(

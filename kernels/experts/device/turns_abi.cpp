@@ -21,8 +21,8 @@ THIMBLE_API void* thimble_turns_open(void* host, const uint64_t* memory, const i
                          reinterpret_cast<const float*>(memory[4]),    reinterpret_cast<int64_t*>(memory[5]),
                          reinterpret_cast<float*>(memory[6]),          reinterpret_cast<const int64_t*>(memory[7]),
                          reinterpret_cast<const uint32_t*>(memory[8])};
-  const TurnShape sizes{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], shape[7],
-                        std::vector<int>(shape + 9, shape + 9 + shape[8])};
+  const TurnShape sizes{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], shape[7], shape[8],
+                        std::vector<int>(shape + 10, shape + 10 + shape[9])};
   return new Turns(step_of(host), cache_of(host), catalog_of(host), where, sizes);
 }
 

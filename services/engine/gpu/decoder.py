@@ -74,7 +74,8 @@ class Decoder:
         step = ExpertStep(
             slots.host.catalog.layout, items, rows, top_k, pool.conv.device, placement.splits, octets=True
         )
-        guesses = rows * top_k if placement.guesses and replay is None else 0
+        guesses = rows * top_k if placement.guesses else 0
+        assert replay is None or replay.ids[0].numel() == rows * top_k + guesses
         self.turns = Turns(slots, step, placement.waves, placement.timeout_ns, guesses, placement.apart)
         if placement.route is not Route.IN_PLACE:
             self.turns.copy_through(placement.route, placement.lanes)

@@ -29,7 +29,8 @@ from services.engine.pages import PAGE_TOKENS
 class Replay:
     """For benchmarks on synthetic weights: what is posted instead of what the routers and projections found.
 
-    ids int32 [MoE layers, rows, k] and x float32 [MoE layers, rows, latent], on the device. The routers run anyway.
+    ids int32 [MoE layers, rows, k], or with guesses at the next layer's behind them [MoE layers, 2, rows, k], and x
+    float32 [MoE layers, rows, latent], on the device. The routers run anyway.
     """
 
     ids: Tensor

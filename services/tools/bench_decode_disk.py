@@ -1,0 +1,200 @@
+"""`thimble bench decode-disk STORE`: whole tokens on the GPU with a part of the experts in RAM, the rest on a drive.
+
+Synthetic: weights of `thimble synth`, routing made up by traces/generators.py, guesses at the next layer's experts as
+good as published and no better. The drive is emulated (its blocks are in RAM, handed out at a drive's rate), so that
+its speed is that of a home PC's. One sequence. Missing experts are computed by the processor as they arrive, for the
+published method too, which is kinder to it than its own way, a copy to the card first.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import triton
+
+from kernels.experts.device.turns import SharedSlots
+from kernels.experts.host.binding import Host
+from kernels.experts.host.drives import EmulatedDrive
+from kernels.experts.host.replay import Routing
+from kernels.workers.pool import Workers, default_threads
+from services.engine.experts.store import Store
+from services.engine.experts.streamer import catalog
+from services.engine.gpu.decoder import Decoder, Placement, Row
+from services.engine.gpu.memory import DevicePool, DeviceState
+from services.engine.gpu.open import AWAKE_US, usable_device
+from services.engine.gpu.token import Replay
+from services.engine.gpu.weights import DeviceWeights
+from services.engine.pages import pages_for
+from services.tools import figures
+from services.tools.bench_experts import PUBLISHED
+from services.tools.decode_rig import READERS, mid_dialog
+from services.tools.synthetic_blocks import SyntheticBlocks
+from services.tools.traces.generators import generate
+
+CONTEXT_TOKENS = 2048
+HEADING = (
+    f"{'method':<26}{'in RAM':>7}{'GB/s':>6}{'ms':>9}{'tok/s':>8}{'misses':>8}{'waited ms':>11}{'hidden':>8}{'late':>6}"
+)
+
+
+@dataclass(frozen=True)
+class Way:
+    name: str
+    placement: Placement
+    prefetch: str
+
+
+OURS = Way("ours", Placement(guesses=True), "on")
+PLAIN = Way("ours, no prefetch", Placement(), "off")
+THEIRS = Way(
+    "published",
+    Placement(
+        PUBLISHED[0].route, PUBLISHED[0].share, waves=PUBLISHED[0].waves, whole_groups=True, splits=PUBLISHED[0].splits,
+        lanes=PUBLISHED[0].lanes, guesses=True,
+    ),
+    "on",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of a token, on average. `read_ms`: what its misses take one by one."""
+
+    token_ms: float
+    misses: float
+    waited_ms: float
+    read_ms: float
+    late: int
+
+    @property
+    def hidden(self) -> float:
+        return 1 - self.waited_ms / self.read_ms if self.read_ms else 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", type=Path, help="folder that `thimble synth` wrote")
+    parser.add_argument("--share", type=numbers, default=[0.24, 0.33], help="of all experts in RAM (default 0.24,0.33)")
+    parser.add_argument("--disk", type=numbers, default=[7.0, 12.0], metavar="GB/S", help="emulated (default 7,12)")
+    parser.add_argument("--trace", default="calibrated", help="generator of the routing (default calibrated)")
+    parser.add_argument("--warm", type=int, default=100, help="tokens that fill the cache first (default 100)")
+    parser.add_argument("--tokens", type=int, default=40, help="timed tokens (default 40)")
+    parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
+
+
+def numbers(text: str) -> list[float]:
+    return [float(word) for word in text.split(",")]
+
+
+def run(args: argparse.Namespace) -> int:
+    store = Store.open(args.store)
+    if not torch.cuda.is_available():
+        print("bench decode-disk needs a CUDA device; bench misses measures the processor alone", file=sys.stderr)
+        return 2
+    device = usable_device()
+    torch.set_num_threads(1)
+    memory = np.fromfile(store.experts_path, np.uint8)
+    weights = DeviceWeights.load(store.dense(), store.config, device)
+    pool = DevicePool(store.config, device, places=1, pages=pages_for(CONTEXT_TOKENS))
+    state = mid_dialog(weights, pool, CONTEXT_TOKENS)
+    routing = generate(args.trace, args.warm + args.tokens)
+    print(f"synthetic, {args.trace} routing, {default_threads()} threads\n{HEADING}", flush=True)
+    for share in args.share:
+        for disk in args.disk:
+            for way in (OURS, PLAIN, THEIRS) if disk == args.disk[0] else (OURS,):
+                with host(store, memory, share, disk, way) as slots:
+                    found = measured(Tokens(store, weights, state, slots, way, routing), slots.host, args, disk)
+                tell(args, way, share, disk, found)
+    return 0
+
+
+@contextmanager
+def host(
+    store: Store, memory: np.ndarray[tuple[int], np.dtype[np.uint8]], share: float, disk: float, way: Way
+) -> Iterator[SharedSlots]:
+    """Slots that the GPU reads, empty, behind a drive of `disk` GB/s."""
+    slots = int(share * sum(map(len, store.blocks)))
+    workers, drive = Workers(default_threads(), AWAKE_US), EmulatedDrive(memory, gb_s=disk)
+    opened = Host(catalog(store), workers, slots=slots, readers=READERS, prefetch=way.prefetch, drives=[drive])
+    try:
+        shared = SharedSlots(opened)
+        try:
+            yield shared
+        finally:
+            torch.cuda.synchronize()
+            shared.close()
+    finally:
+        opened.close()
+
+
+class Tokens:
+    """One sequence's tokens, routed as `routing` says."""
+
+    def __init__(
+        self, store: Store, weights: DeviceWeights, state: DeviceState, slots: SharedSlots, way: Way, routing: Routing
+    ) -> None:
+        config, layers = store.config, routing.layers
+        self.routing, self.state = routing, state
+        guessed = way.placement.guesses
+        device = state.conv.device
+        shape = (layers, 2, 1, config.experts_per_token) if guessed else (layers, 1, config.experts_per_token)
+        self.replay = Replay(
+            torch.zeros(shape, dtype=torch.int32, device=device),
+            torch.zeros(layers, 1, config.latent_size, device=device),
+        )
+        self.x = SyntheticBlocks(store.layout, 1, 1).inputs(64 * layers, seed=1).view(64, layers, 1, -1)
+        self.decoder = Decoder(weights, state.pool, slots, 1, CONTEXT_TOKENS, way.placement, self.replay)
+        self.decoder.compile([state])
+        self.decoder.capture()
+
+    def step(self, token: int) -> float:
+        """-> milliseconds by the wall clock."""
+        layers = self.routing.layers
+        rows = slice(token * layers, (token + 1) * layers)
+        ids = torch.from_numpy(self.routing.ids[rows])
+        if self.replay.ids.dim() == 4:
+            # What layer i posts behind its own ids is the guess that was made there at layer i + 1.
+            guesses = torch.from_numpy(self.routing.guesses[0][rows])
+            ids = torch.stack([ids, guesses], dim=1)
+        self.replay.ids.copy_(ids.view(self.replay.ids.shape))
+        self.replay.x.copy_(self.x[token % len(self.x)])
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        self.decoder.run([Row(self.state, 0)])
+        return (time.perf_counter() - begun) * 1e3
+
+
+def measured(tokens: Tokens, host: Host, args: argparse.Namespace, disk: float) -> Found:
+    for token in range(args.warm):
+        tokens.step(token)
+    before, late = host.counters(), tokens.decoder.late
+    times = [tokens.step(token) for token in range(args.warm, args.warm + args.tokens)]
+    after = host.counters()
+    host.check()
+    tokens.decoder.close()
+    misses = (after["misses"] - before["misses"]) / args.tokens
+    waited_ms = (after["disk_wait_ns"] - before["disk_wait_ns"]) / 1e6 / args.tokens
+    read_ms = misses * host.catalog.layout.block_bytes / disk / 1e6
+    return Found(statistics.mean(times), misses, waited_ms, read_ms, tokens.decoder.late - late)
+
+
+def tell(args: argparse.Namespace, way: Way, share: float, disk: float, found: Found) -> None:
+    rate = 1e3 / found.token_ms
+    print(
+        f"{way.name:<26}{share:>7.2f}{disk:>6.1f}{found.token_ms:>9.2f}{rate:>8.2f}{found.misses:>8.1f}"
+        f"{found.waited_ms:>11.2f}{found.hidden:>8.0%}{found.late:>6}",
+        flush=True,
+    )
+    if args.out:
+        kind = "published_tok_s" if way is THEIRS else "tok_s"
+        note = (
+            f"synthetic, {args.trace} routing, {way.name}, emulated drive of {disk:g} GB/s, {found.misses:.1f} misses "
+            f"a token, {found.hidden:.0%} of reading hidden, torch {torch.__version__}, triton {triton.__version__}"
+        )
+        figures.append(args.out, f"decode.{kind}_ram{round(100 * share)}", rate, "tok/s", note)
