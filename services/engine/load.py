@@ -80,7 +80,9 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         exchange=mark(Path(config.exchange_dir)) if config.exchange_dir else "",
     )
     trace = None
-    if config.trace:
+    if config.trace and on_gpu:
+        say("trace: nothing is recorded while a GPU decodes; THIMBLE_ENGINE_DEVICE=cpu records the same routing")
+    elif config.trace:
         trace = Recorder(Path(config.trace), Header.of(store, info.model), int(config.trace_mb * 1e6))
     experts = open_experts(
         store,
