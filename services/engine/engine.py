@@ -167,6 +167,8 @@ class Engine:
             self._stop_at = time.monotonic() + timeout_s
             self._wake.notify()
         self._thread.join()
+        if self.exchange_dir is not None and self.info.exchange:
+            (self.exchange_dir / self.info.exchange).unlink(missing_ok=True)
 
     def _run(self) -> None:
         failure: BaseException | None = None

@@ -4,6 +4,7 @@ The owner's THIMBLE_ENGINE_* and THIMBLE_API_* win over what is chosen here.
 """
 
 import contextlib
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from services.api.config import ApiConfig
 from services.api.config import read_config as read_api_config
 from services.engine.config import EngineConfig
 from services.engine.config import read_config as read_engine_config
+
+MEMORY = Path("/dev/shm")  # a folder here costs no disk
 
 
 class StackError(Exception):
@@ -51,6 +54,9 @@ def plan_stack(environ: Mapping[str, str], store: Path, port: int | None) -> Sta
     chosen["THIMBLE_ENGINE_STORE"] = str(store)
     chosen.setdefault("THIMBLE_API_MODEL_DIR", str(store))
     chosen.setdefault("THIMBLE_API_REDIS_URL", "embedded")
+    if os.access(MEMORY, os.W_OK):
+        for variable in ("THIMBLE_ENGINE_EXCHANGE_DIR", "THIMBLE_API_EXCHANGE_DIR"):
+            chosen.setdefault(variable, str(MEMORY / f"thimble-{os.getuid()}"))
     if port is not None:
         chosen["THIMBLE_API_PORT"] = str(port)
     api, engine = read_api_config(chosen), read_engine_config(chosen)
