@@ -50,7 +50,9 @@ class EngineConfig:
     max_sequences: int = setting(
         0, "requests", "generated at once; 0: four, or as many as fit a GPU with long contexts"
     )
-    queue_limit: int = setting(16, "requests", "waiting beyond those under way; more are refused")
+    queue_limit: int = setting(
+        16, "requests", "waiting beyond those under way; as many again are kept for users who have none"
+    )
     context_tokens: int = setting(
         0, "tokens", "longest prompt + answer; 0: the model's own limit, at most what kv_gb holds"
     )
