@@ -2,8 +2,9 @@
 
 Synthetic: weights of `thimble synth`, routing made up by traces/generators.py, guesses at the next layer's experts as
 good as published and no better. The drive is emulated (its blocks are in RAM, handed out at a drive's rate), so that
-its speed is that of a home PC's. One sequence. Missing experts are computed by the processor as they arrive, for the
-published method too, which is kinder to it than its own way, a copy to the card first.
+its speed is that of a home PC's; but its bytes are copied by threads, which a drive would not need: half of the cores
+compute, so that the others can copy. One sequence. Missing experts are computed by the processor as they arrive, for
+the published method too, which is kinder to it than its own way, a copy to the card first.
 """
 
 import argparse
@@ -85,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", default="calibrated", help="generator of the routing (default calibrated)")
     parser.add_argument("--warm", type=int, default=100, help="tokens that fill the cache first (default 100)")
     parser.add_argument("--tokens", type=int, default=40, help="timed tokens (default 40)")
+    parser.add_argument("--threads", type=int, default=default_threads() // 2 or 1, help="that compute (default: half)")
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
 
 
@@ -104,11 +106,11 @@ def run(args: argparse.Namespace) -> int:
     pool = DevicePool(store.config, device, places=1, pages=pages_for(CONTEXT_TOKENS))
     state = mid_dialog(weights, pool, CONTEXT_TOKENS)
     routing = generate(args.trace, args.warm + args.tokens)
-    print(f"synthetic, {args.trace} routing, {default_threads()} threads\n{HEADING}", flush=True)
+    print(f"synthetic, {args.trace} routing, {args.threads} threads\n{HEADING}", flush=True)
     for share in args.share:
         for disk in args.disk:
-            for way in (OURS, PLAIN, THEIRS) if disk == args.disk[0] else (OURS,):
-                with host(store, memory, share, disk, way) as slots:
+            for way in (PLAIN, THEIRS, OURS) if disk == args.disk[0] else (PLAIN,):
+                with host(store, memory, share, disk, way, args.threads) as slots:
                     found = measured(Tokens(store, weights, state, slots, way, routing), slots.host, args, disk)
                 tell(args, way, share, disk, found)
     return 0
@@ -116,11 +118,11 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def host(
-    store: Store, memory: np.ndarray[tuple[int], np.dtype[np.uint8]], share: float, disk: float, way: Way
+    store: Store, memory: np.ndarray[tuple[int], np.dtype[np.uint8]], share: float, disk: float, way: Way, threads: int
 ) -> Iterator[SharedSlots]:
     """Slots that the GPU reads, empty, behind a drive of `disk` GB/s."""
     slots = int(share * sum(map(len, store.blocks)))
-    workers, drive = Workers(default_threads(), AWAKE_US), EmulatedDrive(memory, gb_s=disk)
+    workers, drive = Workers(threads, AWAKE_US), EmulatedDrive(memory, gb_s=disk)
     opened = Host(catalog(store), workers, slots=slots, readers=READERS, prefetch=way.prefetch, drives=[drive])
     try:
         shared = SharedSlots(opened)
@@ -194,7 +196,7 @@ def tell(args: argparse.Namespace, way: Way, share: float, disk: float, found: F
     if args.out:
         kind = "published_tok_s" if way is THEIRS else "tok_s"
         note = (
-            f"synthetic, {args.trace} routing, {way.name}, emulated drive of {disk:g} GB/s, {found.misses:.1f} misses "
-            f"a token, {found.hidden:.0%} of reading hidden, torch {torch.__version__}, triton {triton.__version__}"
+            f"synthetic, {args.trace} routing, {way.name}, {args.threads} threads, emulated drive of {disk:g} GB/s, "
+            f"{found.misses:.1f} misses a token, {found.hidden:.0%} of reading hidden, torch {torch.__version__}, triton {triton.__version__}"
         )
         figures.append(args.out, f"decode.{kind}_ram{round(100 * share)}", rate, "tok/s", note)

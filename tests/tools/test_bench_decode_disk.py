@@ -18,7 +18,7 @@ def test_the_hidden_share_is_of_the_time_that_reading_takes_one_by_one() -> None
 
 
 def test_rows_name_the_method_and_the_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = argparse.Namespace(trace="calibrated", out=tmp_path / "a-machine.csv")
+    args = argparse.Namespace(trace="calibrated", threads=7, out=tmp_path / "a-machine.csv")
     for way in (OURS, THEIRS):
         tell(args, way, 0.24, 7.0, Found(40.0, 100.0, 4.0, 44.0, 0))
     rows = args.out.read_text().splitlines()
