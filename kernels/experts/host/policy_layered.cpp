@@ -27,7 +27,8 @@ class Layered : public Policy {
   explicit Layered(PolicySizes sizes)
       : experts_(sizes.experts), rate_(1.0 / sizes.slots),
         most_swept_(std::max(sizes.slots / 32, std::min(16, sizes.slots / 2))),
-        most_hinted_(std::max(1, sizes.slots / 8)), value_(size_t(sizes.keys()), -INFINITY), clock_(size_t(sizes.layers)), orders_(size_t(sizes.layers)),
+        most_hinted_(std::max(1, sizes.slots / 8)), value_(size_t(sizes.keys()), -INFINITY), clock_(size_t(sizes.layers)),
+        orders_(size_t(sizes.layers)),
         hinted_(size_t(sizes.layers)), key_(size_t(sizes.slots), NO_KEY), swept_(size_t(sizes.slots)),
         is_hinted_(size_t(sizes.slots)) {}
 

@@ -1,6 +1,6 @@
 // Whether prefetching pays, found by doing it and leaving it: with, without, without, with, so that what merely changes with
-// time (a cache that fills, another subject) counts for both, and how long steps waited for the disk in each. Then it stays with
-// the better way for a while, and tries again. Owns a score and no clock.
+// time (a cache that fills, another subject) counts for both, and how long steps waited for the disk in each. Then it stays
+// with the better way for a while, and tries again. Owns a score and no clock.
 #pragma once
 
 #include <cstdint>
