@@ -197,6 +197,7 @@ def tell(args: argparse.Namespace, way: Way, share: float, disk: float, found: F
         kind = "published_tok_s" if way is THEIRS else "tok_s"
         note = (
             f"synthetic, {args.trace} routing, {way.name}, {args.threads} threads, emulated drive of {disk:g} GB/s, "
-            f"{found.misses:.1f} misses a token, {found.hidden:.0%} of reading hidden, torch {torch.__version__}, triton {triton.__version__}"
+            f"{found.misses:.1f} misses a token, {found.hidden:.0%} of reading hidden, "
+            f"torch {torch.__version__}, triton {triton.__version__}"
         )
         figures.append(args.out, f"decode.{kind}_ram{round(100 * share)}", rate, "tok/s", note)

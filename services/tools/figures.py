@@ -26,16 +26,14 @@ def append(path: Path, name: str, value: float, unit: str, note: str) -> None:
 
 
 def commit() -> str:
-    """The short id of the checked out commit, with a plus sign if tracked files differ. Without git, on a machine that
-    has a copy of the tree alone, what THIMBLE_COMMIT says; else "unknown"."""
+    """What THIMBLE_COMMIT says, on a machine that has a copy of the tree alone or inside of another repository; else
+    the short id of the checked out commit, with a plus sign if tracked files differ; else "unknown"."""
+    if told := os.environ.get("THIMBLE_COMMIT"):
+        return told
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=_ROOT, capture_output=True, text=True
         )
     except FileNotFoundError:
-        return told()
-    return described.stdout.strip() or told()
-
-
-def told() -> str:
-    return os.environ.get("THIMBLE_COMMIT", "unknown")
+        return "unknown"
+    return described.stdout.strip() or "unknown"
