@@ -109,7 +109,7 @@ class Snapshots:
         began = time.perf_counter()
         space = space_of(info.model_fingerprint, info.arithmetic_fingerprint)
         keys = boundary_keys(space, prompt.text, prompt.boundaries, named_places(prompt.text, prompt.shown))
-        found, older = await self._find(prompt, keys)
+        found, older, stored = await self._find(prompt, keys)
         ids, offers = await asyncio.to_thread(self._compose, prompt, found)
         self._metrics.lookup_s.observe(time.perf_counter() - began)
         wrong = [offer for offset, offer in found.items() if offset not in offers]
@@ -117,7 +117,7 @@ class Snapshots:
         return Plan(
             ids=tuple(ids),
             offers=tuple(Offer(keys[offset], offer.record, offer.sendable) for offset, offer in offers.items()),
-            keep=self._choose(prompt, ids, keys, {o for o, offer in offers.items() if offer.sendable}),
+            keep=self._choose(prompt, ids, keys, stored - {offset for offset in found if offset not in offers}),
             keep_answer=prompt.history_end is not None,
             heads_only=not self.store_available,
             space=space,
@@ -178,10 +178,11 @@ class Snapshots:
 
     async def _find(
         self, prompt: Prompt, keys: Mapping[int, bytes]
-    ) -> tuple[dict[int, "_Found"], tuple[tuple[bytes, bytes], ...]]:
-        """Offset -> what is known there, longest first: the few that may be offered, and those that would be kept. And
-        key and state of those stored that are of no more use once a longer one is stored: all but the newest, from
-        which an edited last message or another answer begins, and the first turn, which other dialogs share."""
+    ) -> tuple[dict[int, "_Found"], tuple[tuple[bytes, bytes], ...], set[int]]:
+        """Offset -> what is known there, longest first: up to the first that can be sent. Then key and state of those
+        stored that are of no more use once a longer one is stored: all but the newest, from which an edited last
+        message or another answer begins, and the first turn, which other dialogs share. And of the places that would
+        be kept those that are stored."""
         newest = sorted(keys, reverse=True)[:MOST_CANDIDATES]
         ends = [offset for offset in (prompt.history_end, prompt.first_turn_end) if offset is not None]
         candidates = {offset: keys[offset] for offset in [*newest, *ends]}
@@ -194,13 +195,21 @@ class Snapshots:
             heads |= stored_heads
             known = {offset: record for offset, record in known.items() if offset not in stored_heads}
         longest = sorted(heads, reverse=True)
-        chosen = longest[:MOST_OFFERS] + [o for o in longest[MOST_OFFERS:] if o in ends]
+        chosen = longest[:MOST_OFFERS]
         if self._store is None:
-            return {offset: _Found(keys[offset], known[offset], False) for offset in chosen}, ()
+            return {offset: _Found(keys[offset], known[offset], False) for offset in chosen}, (), set()
         in_store = [offset for offset in longest if heads[offset].chunks and offset != prompt.first_turn_end]
         older = tuple((keys[offset], heads[offset].state_id) for offset in in_store[NEWEST_KEPT:])
-        stored = await self._store.fetch([(keys[o], heads[o], known.get(o)) for o in chosen])
-        return {o: _Found(keys[o], s.record, s.sendable) for o, s in zip(chosen, stored, strict=True) if s}, older
+        found: dict[int, _Found] = {}
+        for offset in chosen:
+            # One after the other: looking at a payload counts as using it, and the next ones are not going to be used.
+            (stored,) = await self._store.fetch([(keys[offset], heads[offset], known.get(offset))])
+            if stored is not None:
+                found[offset] = _Found(keys[offset], stored.record, stored.sendable)
+                if stored.sendable:
+                    break
+        there = await self._store.there([heads[offset] for offset in ends if offset in heads])
+        return found, older, {offset for offset in ends if offset in heads and heads[offset].state_id in there}
 
     def _compose(self, prompt: Prompt, found: Mapping[int, "_Found"]) -> tuple[list[int], dict[int, "_Found"]]:
         """The prompt's ids, and what is found true, longest first. Runs in a thread: long prompts take a while."""

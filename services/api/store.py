@@ -110,6 +110,12 @@ class Store:
             for stored in found
         ]
 
+    async def there(self, heads: Sequence[Head]) -> set[bytes]:
+        """Ids of the states whose own part is there. Looking does not count as using it."""
+        stored = [head for head in heads if head.chunks]
+        answers = await self._ask([("OBJECT", "IDLETIME", payload_name(head.state_id)) for head in stored])
+        return {head.state_id for head, idle in zip(stored, answers, strict=False) if isinstance(idle, int)}
+
     async def lacks(self, record: Record) -> tuple[bool, list[int]]:
         """Whether the own part is not there, and the numbers of the blocks that are not; what is there counts as used.
         Without an answer all of it is."""

@@ -172,7 +172,25 @@ def test_eviction_takes_whole_payloads(
     reply, _ = chat(api, *DIALOG)
     assert chat(api, *next_turn(reply))[1] > 0
     for name in client.keys("thimble:2:state:*"):
-        assert client.hlen(name) == 4
+        assert client.hlen(name) in (0, 4), "whole, or gone meanwhile"
+
+
+def test_two_dialogs_that_take_turns_keep_being_found(
+    start_api: Callable[..., RunningApi], store: EmbeddedStore, client: Any, cold: ScriptedEngine
+) -> None:
+    """In a store that holds six states, as 1 GB does of the real model's: looking at one must not keep others alive."""
+    client.config_set("maxmemory", client.info("memory")["used_memory"] + int(6.4 * cold.payload_bytes))
+    api = start_api(redis_url=store.url)
+    dialogs = [[SYSTEM, {"role": "user", "content": f"This is dialog number {number}."}] for number in range(2)]
+    found = []
+    for _ in range(5):
+        for dialog in dialogs:
+            reply, cached_tokens = chat(api, *dialog)
+            found.append(cached_tokens > len(dialog) * 12)
+            dialog += [reply["choices"][0]["message"], {"role": "user", "content": "And what else is there to say?"}]
+            time.sleep(1.1)  # the server's clock of use has seconds
+    assert all(found[2:])
+    assert client.info("stats")["evicted_keys"] > 0
 
 
 def spoil_type(client: Any) -> None:
