@@ -51,7 +51,6 @@ OURS = Method("split")
 METHODS = {"split": OURS, "published": PUBLISHED[0], "cpu": Method("CPU alone", share=0)}  # for profiles
 WARM, TUNING, RECORDED = 6, 8, 3  # tokens
 FEW_THREADS = 8
-UNTIMED = 3  # tokens after another method's
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,18 +124,11 @@ class Stepping(Protocol):
 
 
 def in_turns(rigs: Mapping[str, Stepping], first: int, tokens: int) -> dict[str, list[float]]:
-    """Milliseconds of each rig's tokens from `first` of the trace on: half of them by each, then the rest by each.
-
-    Not token by token: seen on an H200, every token then takes 7 ms more, of both methods, which no kernel accounts
-    for; a chat does not change between graphs either. The first tokens after a change are not timed.
-    """
+    """Milliseconds of each rig's tokens from `first` of the trace on; every token by all before the next."""
     times: dict[str, list[float]] = {name: [] for name in rigs}
-    half = -(-tokens // 2)
-    for start in range(first, first + tokens, half):
+    for token in range(first, first + tokens):
         for name, rig in rigs.items():
-            for _ in range(UNTIMED):
-                rig.step(start)
-            times[name] += [rig.step(token) for token in range(start, min(start + half, first + tokens))]
+            times[name].append(rig.step(token))
     return times
 
 
@@ -180,6 +172,7 @@ class Bench:
             torch.cuda.synchronize()
             self.load_s = time.perf_counter() - begun
             print(f"dense weights on the card after {self.load_s:.1f} s", flush=True)
+            self.weights.embeddings.read_through()  # as after some use: a slow disk would be timed instead
             with self.sequences(1) as states:
                 self.compare(states, slots, many)
             self.forget_peak()

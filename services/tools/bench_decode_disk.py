@@ -103,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     memory = np.fromfile(store.experts_path, np.uint8)
     weights = DeviceWeights.load(store.dense(), store.config, device)
+    weights.embeddings.read_through()
     pool = DevicePool(store.config, device, places=1, pages=pages_for(CONTEXT_TOKENS))
     state = mid_dialog(weights, pool, CONTEXT_TOKENS)
     routing = generate(args.trace, args.warm + args.tokens)

@@ -7,7 +7,7 @@ import torch
 
 from services.engine.experts.store import Store
 from services.tools import bench_decode, replay, synth
-from services.tools.bench_decode import UNTIMED, WARM, in_turns, numbers, warm
+from services.tools.bench_decode import WARM, in_turns, numbers, warm
 from services.tools.cli import main
 from services.tools.decode_rig import filled_host
 
@@ -28,14 +28,12 @@ class Counted:
         return float(len(self.order))
 
 
-def test_methods_take_turns_by_halves_and_the_first_tokens_are_not_timed() -> None:
+def test_methods_take_turns_token_by_token() -> None:
     order: list[tuple[str, int]] = []
     rigs = {name: Counted(name, order) for name in ("ours", "published")}
-    times = in_turns(rigs, first=3, tokens=5)
-    halves = [[3] * UNTIMED + [3, 4, 5], [6] * UNTIMED + [6, 7]]
-    assert order == [(name, token) for tokens in halves for name in rigs for token in tokens]
-    assert [len(each) for each in times.values()] == [5, 5]
-    assert min(times["ours"]) == UNTIMED + 1, "the very first steps are not timed"
+    times = in_turns(rigs, first=3, tokens=2)
+    assert order == [("ours", 3), ("published", 3), ("ours", 4), ("published", 4)]
+    assert times == {"ours": [1.0, 3.0], "published": [2.0, 4.0]}
 
 
 def test_warming_is_not_timed() -> None:

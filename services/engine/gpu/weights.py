@@ -5,6 +5,7 @@ float32, what a linear reads in octet order. The embedding table (1 GB at the re
 needs one row of it.
 """
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -103,9 +104,18 @@ class EmbeddingRows:
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
         rows, self.columns = entry.shape
+        with entry.path.open(
+            "rb"
+        ) as file:  # a token must not wait for a slow disk: the system reads it in the background
+            os.posix_fadvise(file.fileno(), entry.offset, entry.size_bytes, os.POSIX_FADV_WILLNEED)
         self._table = torch.from_file(
             str(entry.path), shared=False, size=entry.offset + entry.size_bytes, dtype=torch.uint8
         )[entry.offset :].view(rows, -1)
+
+    def read_through(self) -> None:
+        """The whole table once, so that the system has it in its cache."""
+        for _ in self._entry.chunks():
+            pass
 
     def row(self, id_: int) -> Tensor:
         """float32 [hidden], in plain order, on the host."""
