@@ -107,7 +107,10 @@ def ledger(config: ModelConfig, dense: Layout, wanted: Wanted) -> Ledger:
         ),
         ("activations", sum(rows * row_bytes(config) for rows in batches)),
         ("logits, masks and sampling", sum(rows * sampling_bytes(config.vocab_size) for rows in batches)),
-        (f"kernels and graphs of {sequences - 1} more batch sizes (measured there)", (sequences - 1) * GRAPH_BYTES),
+        (
+            f"kernels and graphs of {len(batches) - 1} more batch sizes (measured there)",
+            (len(batches) - 1) * GRAPH_BYTES,
+        ),
         (f"staging, {wanted.staging_blocks} expert blocks", wanted.staging_blocks * layout.block_bytes),
         (f"prompt pieces of {wanted.chunk_tokens} tokens", wanted.chunk_tokens * row_bytes(config)),
         (f"images, {wanted.image_tokens} tokens", wanted.image_tokens * config.hidden_size * 2),
