@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 VERSION = 2  # of everything the api writes to the store; another version is another key
+USED = f"thimble:{VERSION}:used"  # Redis key of a sorted set: when each own part was used last
 
 
 def space_of(model_fingerprint: str, arithmetic_fingerprint: str) -> bytes:

@@ -12,6 +12,7 @@ answer in time. So a request pays for at most one timeout each time the store go
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,12 +22,13 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, RedisError
 
 from services.api.bulk import BulkReader, can_read
-from services.api.keys import block_name, payload_name, record_name
+from services.api.keys import USED, block_name, payload_name, record_name
 from services.api.records import Head, Record, head_from_field, record_from_fields, to_fields
 
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20  # as engines cut own parts
+MEMORY_SHARE = 1.35  # of the bytes to come, with some room
 WINDOW_CHUNKS = 4  # in memory at a time on the way to or from the store, about 1 MiB each
 READ_TIMEOUT = 8  # times the timeout of a look-up: chunks are big, and other clients' chunks are too
 WRITE_TIMEOUT_S = 15.0  # nobody waits for it
@@ -60,6 +62,8 @@ class Store:
     def __init__(self, url: str, timeout_s: float, ttl_s: int) -> None:
         self._url = url
         self._lookup_s = timeout_s
+        self._room = asyncio.Lock()
+        self._coming_bytes = 0  # of own parts under way
         self._read_s = timeout_s * READ_TIMEOUT
 
         def client(timeout: float) -> "redis.Redis":
@@ -105,6 +109,7 @@ class Store:
             found.append(Stored(record_read, own_part) if record_read else None)
         complete = [stored.record for stored in found if stored and stored.sendable]
         holes = await self._holes(complete)
+        await self._ask([use for record in complete for use in self._used(payload_name(record.head.state_id))])
         return [
             replace(stored, sendable=not holes[stored.record.head.state_id]) if stored and stored.sendable else stored
             for stored in found
@@ -156,9 +161,14 @@ class Store:
         """Store the own part, if it is among `chunks`, and the blocks that follow it. Raises StoreRefused if the store
         does not take it or is away, or if the own part is not as long as announced; part of it is removed again."""
         head, name = record.head, payload_name(record.head.state_id)
+        coming_bytes = 0
         try:
             if own_part:
                 await self._tell([("UNLINK", name)])  # rubbish or an incomplete one
+                async with self._room:
+                    await self._make_room(head.size_bytes + self._coming_bytes)
+                    self._coming_bytes += head.size_bytes
+                    coming_bytes = head.size_bytes
             window: list[Command] = []
             own_chunks = own_part * head.chunks
             size_bytes = place = 0
@@ -179,10 +189,32 @@ class Store:
                     raise StoreRefused(f"{size_bytes} bytes came for a payload of {head.size_bytes}")
                 window += [("HSET", name, "size", str(size_bytes)), ("EXPIRE", name, self._ttl_s)]
             await self._tell(window)
+            if own_part:
+                await self._ask(self._used(name))
         except BaseException:
             if own_part:
                 await asyncio.shield(self._ask([("UNLINK", name)]))
             raise
+        finally:
+            self._coming_bytes -= coming_bytes
+
+    def _used(self, name: str) -> list[Command]:
+        return [("ZADD", USED, str(time.time()), name), ("EXPIRE", USED, self._ttl_s)]
+
+    async def _make_room(self, size_bytes: int) -> None:
+        """Remove the longest unused own parts until so much fits. A store's own eviction picks among few large keys
+        almost at random: it remembers how old they were when it last looked."""
+        answers = await self._ask([("INFO", "memory"), ("ZRANGE", USED, "0", "-1")], self._transfers, WRITE_TIMEOUT_S)
+        memory, names = answers if len(answers) == 2 else (None, None)
+        if not isinstance(memory, dict) or not isinstance(names, list) or not memory.get("maxmemory"):
+            return
+        # A chunk of 1 MiB takes 1.25 MiB of the server's memory: its header makes it fall into the next size.
+        excess = int(memory["used_memory"]) + int(MEMORY_SHARE * size_bytes) - int(memory["maxmemory"])
+        for name in names:
+            if excess <= 0:
+                return
+            size, *_ = await self._ask([("HGET", name, "size"), ("DEL", name), ("ZREM", USED, name)]) or (None,)
+            excess -= int(size) * 5 // 4 if isinstance(size, bytes) and size.isdigit() else 0
 
     async def write_record(self, key: bytes, record: Record) -> None:
         """Raises StoreRefused."""
