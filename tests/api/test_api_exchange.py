@@ -43,7 +43,7 @@ def test_payloads_of_any_size_are_lent(
     with redis.Redis.from_url(store.url) as client:
         client.config_set("maxmemory", 400_000_000)
     cold.payload_bytes = int(payload_mb * 1e6)
-    api = start_api(redis_url=store.url, exchange_dir=str(tmp_path))
+    api = start_api(redis_url=store.url, exchange_dir=str(tmp_path), read_ahead=False)
     assert two_turns(api) > 40
     assert cold.calls[-1].source == "SENT"
     assert cold.calls[-1].lent_chunks > 0
