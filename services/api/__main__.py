@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 
 from services.api import logs
@@ -41,7 +42,7 @@ def main() -> int:
             if redis_url == EMBEDDED:
                 redis_url = stack.enter_context(EmbeddedStore(config.embedded_memory_mb)).url
             app = build_app(config, redis_url)
-            asyncio.run(serve(config, app, stack.enter_context(listen(config))))
+            uvloop.run(serve(config, app, stack.enter_context(listen(config))))
     except SettingError as error:
         print(f"thimble api: {error}", file=sys.stderr)
         return 2

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from services.engine.config import EngineConfig, read_config
 from services.engine.engine import Engine
 from services.engine.errors import DeviceError, EngineError
-from services.engine.load import load
+from services.engine.load import RESTARTS, load
 from services.engine.metrics import MetricsServer
 from services.engine.server import Server
 from services.settings import SettingError, describe
@@ -33,7 +33,6 @@ FAILED = 1
 DEVICE_FAILED = 3
 MOST_RESTARTS = 3  # in a row
 STEADY_S = 600.0  # an engine that has run so long has not failed in a row
-RESTARTS = "RESTARTED_ENGINE"  # in the environment of the process that follows: how many there were before it
 
 
 def main() -> int:
@@ -43,6 +42,9 @@ def main() -> int:
         say(f"settings\n{describe(config)}")
         begun = time.monotonic()
         status = asyncio.run(run(config))
+    except DeviceError as error:
+        print(f"thimble engine: {error}", file=sys.stderr)
+        return start_again(0.0) if RESTARTS in os.environ else 2
     except (SettingError, EngineError) as error:
         print(f"thimble engine: {error}", file=sys.stderr)
         return 2

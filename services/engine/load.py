@@ -4,6 +4,7 @@ Takes minutes for a large model and starts no engine thread, so that whoever cal
 """
 
 import importlib.metadata
+import os
 import re
 import time
 from collections.abc import Callable
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 from prometheus_client import CollectorRegistry
 
-from kernels.workers.pool import SPIN_US
+from kernels.build import BuildError
+from kernels.workers.pool import SPIN_US, native
 from services.engine.config import EngineConfig
-from services.engine.errors import DeviceError, UnsupportedError
+from services.engine.errors import DeviceError
 from services.engine.exchange import mark
 from services.engine.experts.copies import copies, folders_of
 from services.engine.experts.store import Store
@@ -42,6 +44,7 @@ from services.engine.vision.cache import PictureCache
 from services.engine.vision.sight import Sight
 
 SYNTHETIC = "synthetic"
+RESTARTS = "RESTARTED_ENGINE"  # in the environment of a process that follows one whose GPU failed: how many there were
 DEVICE_CHUNK_TOKENS = 8  # a GPU reads a prompt token by token: a longer piece would hold up those that answer
 
 
@@ -61,7 +64,7 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
     """Raises StoreError or MemoryPlanError, if it can before anything large is read. `say` gets lines for the log."""
     begin = time.perf_counter()
     store = Store.open(config.store)
-    on_gpu = _on_gpu(config)
+    on_gpu = _on_gpu(config, say)
     plan = make_plan(config, store, Machine.here(), card_free_bytes=torch.cuda.mem_get_info()[0] if on_gpu else None)
     say(f"plan: {plan}")
     store.check_dense()
@@ -108,7 +111,7 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         else:
             network = Model(store.dense(), store.config, experts, trace)
             pool = PagePool(store.config, plan.pages)
-            pool.most_spares = config.max_sequences
+            pool.most_spares = plan.sequences
         # What torch still computes is small, and its waiting threads would spin on the cores of the worker pool.
         torch.set_num_threads(1)
         kv_number_bytes = pool.keys.element_size()
@@ -134,18 +137,18 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
     return Parts(info, scheduler, experts, grammars, sight, exchange_dir)
 
 
-def _on_gpu(config: EngineConfig) -> bool:
-    """Raises DeviceError if a GPU is asked for and there is none, UnsupportedError for what only the CPU does."""
+def _on_gpu(config: EngineConfig, say: Callable[[str], None]) -> bool:
+    """Raises DeviceError if a GPU is asked for, or was used before this process replaced another, and there is none."""
     if config.device == "cpu":
         return False
     try:
         usable_device()
-    except DeviceError:
-        if config.device == "cuda":
-            raise
+        native()
+    except (DeviceError, BuildError) as error:
+        if config.device == "cuda" or RESTARTS in os.environ:
+            raise DeviceError(str(error)) from error
+        say(f"the CPU computes: {error}")
         return False
-    if config.trace:
-        raise UnsupportedError("routing is recorded on the CPU only: set THIMBLE_ENGINE_DEVICE=cpu, or no trace")
     return True
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from services.engine.config import EngineConfig, variable
 from services.engine.errors import MemoryPlanError
 from services.engine.experts.store import Store
+from services.engine.gpu import ledger
 from services.engine.gpu.plan import DevicePlan, plan_device
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PAGE_TOKENS, page_bytes, pages_for
@@ -87,8 +88,9 @@ def make_plan(config: EngineConfig, store: Store, machine: Machine, card_free_by
         (device.context_tokens, device.pages) if device else _context_and_pages(config, model, sequences)
     )
     hot_bytes = int(config.hot_states_gb * GB)
+    kv_page_bytes = ledger.page_bytes(model, device.kv) if device else page_bytes(model)
     # Enough that an answer's snapshots reach their store whatever is kept: two states and half of all keys and values.
-    transit_bytes = max(hot_bytes, 2 * (state_bytes(model) + MIB) + pages * page_bytes(model) // 2)
+    transit_bytes = max(hot_bytes, 2 * (state_bytes(model) + MIB) + pages * kv_page_bytes // 2)
     on_the_cpu = (
         ("dense weights, float32", dense_bytes(model)),
         (f"KV, {pages} pages of {PAGE_TOKENS} tokens", pages * page_bytes(model)),

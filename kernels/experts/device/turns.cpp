@@ -54,8 +54,11 @@ int Turns::serve(int turns, int64_t timeout_us) {
     while (load(memory_.posted) == turn_) {
       // The GPU stops before it would post, so a stop that is seen here is of a turn that was answered too late.
       if (load(memory_.stopped) && load(memory_.posted) == turn_) return served;
-      if (ns_between(finished, Clock::now()) > timeout_us * 1000)
+      if (ns_between(finished, Clock::now()) > timeout_us * 1000) {  // or this thread has not run for so long
+        if (load(memory_.posted) != turn_) break;
+        if (load(memory_.stopped)) continue;
         throw std::runtime_error("the GPU has not reached its next layer in time");
+      }
       rest();
     }
     const Clock::time_point seen = Clock::now();

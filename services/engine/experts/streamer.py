@@ -138,10 +138,13 @@ class HostExperts:
         try:
             return self.host.step(layer, ids, weights, x)
         except BlockError as error:
-            said = str(error)  # a client hears of it: not where the files are, which the log says
-            for path in self._paths:
-                said = said.replace(str(path), path.name)
-            raise StepError(said) from error
+            raise StepError(self.told(str(error))) from error
+
+    def told(self, said: str) -> str:
+        """What a client hears of a failed read: not where the files are, which the log says."""
+        for path in self._paths:
+            said = said.replace(str(path), path.name)
+        return said
 
     def prefetch(self, layer: int, ids: Tensor) -> None:
         self.host.prefetch(layer, ids.numpy())

@@ -40,7 +40,7 @@ class Placement:
     apart: bool = False
     items: int = MOST_ITEMS
     guesses: bool = False
-    timeout_ns: int = TIMEOUT_NS
+    timeout_ns: int = 5 * TIMEOUT_NS  # a layer of misses on a slow disk takes longer than one
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,9 @@ class DevicePool(PagePool):
         self._staging = torch.zeros(largest, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     def pages_of(self, layer: int, key_scale: float, value_scale: float) -> Pages:
-        """One attention layer's pages, as the kernels take them."""
+        """One attention layer's pages, as the kernels take them. The scales are those of FP8 pages only."""
+        if self.keys.dtype != torch.float8_e4m3fn:
+            key_scale = value_scale = 1.0
         return Pages(self.keys[layer], self.values[layer], key_scale, value_scale)
 
     def take_place(self) -> int:
@@ -63,20 +65,21 @@ class DevicePool(PagePool):
         return host_view(staged)
 
     def from_host(self, piece: Tensor) -> Iterator[memoryview]:
-        """The buffer to fill with a piece's bytes; it goes to the device when the next is asked for."""
-        staged = self._staging[: piece.nbytes]
+        """The buffer to fill with a piece's bytes; it goes to the device when the next is asked for. A buffer of its
+        own: a state may arrive slowly, and others come and go meanwhile."""
+        staged = torch.empty(piece.nbytes, dtype=torch.uint8, pin_memory=piece.is_cuda)
         yield host_view(staged)
         piece.copy_(staged.view(piece.dtype).view(piece.shape))
 
     def check(self, held: list[list[int]]) -> None:
         super().check(held)
-        assert len(self._free_places) == len(set(self._free_places)) <= len(self.conv)
+        assert len(self._free_places) == len(set(self._free_places)) == len(self.conv) - len(held)
 
 
 class DeviceState(State):
     """`conv` and `ssm` are its place in the pool; they and the pages never move.
 
-    What is exported or imported goes through one page-locked buffer, piece by piece.
+    What is exported goes through one page-locked buffer, piece by piece.
     """
 
     pool: DevicePool
@@ -88,8 +91,7 @@ class DeviceState(State):
         self.conv, self.ssm = pool.conv[self.place], pool.ssm[self.place]
         self.pages: list[int] = []
         self.block_names: list[bytes] = []
-        self.spoiled = False
-        self.released = False
+        self.spoiled = self._released = False
 
     def export_fixed(self) -> Iterator[memoryview]:
         for piece in (*self.conv, *self.ssm):
@@ -119,10 +121,9 @@ class DeviceState(State):
         return copy
 
     def release(self) -> None:
-        super().release()
-        if not self.released:
+        if not self._released:
             self.pool.give_place(self.place)
-            self.released = True
+        super().release()
 
     def _kv_pieces(self, start: int, stop: int) -> Iterator[Tensor]:
         page, first = divmod(start, PAGE_TOKENS)

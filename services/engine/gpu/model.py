@@ -38,8 +38,10 @@ class DeviceModel:
         sequences: int,
         context_tokens: int,
         placement: Placement | None = None,
+        told: Callable[[str], str] = str,
     ) -> None:
-        self.pool, self.config = pool, weights.config
+        """`told`: makes what a failed read says fit for clients."""
+        self.pool, self.config, self.told = pool, weights.config, told
         self.decoders: list[Decoder] = []
         scratch: list[DeviceState] = []
         try:
@@ -72,7 +74,8 @@ class DeviceModel:
         when states are spoiled."""
         logits = [torch.empty(0)] * len(segments)
         for number, place, row in self._tokens(segments):
-            if give_way is not None and give_way():
+            more = place < max(len(segment.ids) for segment in segments) - 1
+            if more and give_way is not None and give_way():
                 for segment in segments:
                     segment.state.spoiled = True
                 raise GaveWay
@@ -117,12 +120,14 @@ class DeviceModel:
                     rows.append(Row(states[number], id_, next(pictures[number]) if id_ >= FIRST else None))
                 try:
                     logits = self.decoders[len(batch) - 1].run(rows)
-                except (HandoffError, RuntimeError) as error:
+                except BaseException as error:
                     for state in states:
                         state.spoiled = True
+                    if isinstance(error, torch.AcceleratorError):  # nothing works there any more
+                        raise DeviceError(f"the GPU has failed: {error}") from error
                     if isinstance(error, HandoffError):
-                        raise StepError(str(error)) from error
-                    raise DeviceError(f"the GPU has failed: {error}") from error  # nothing works there any more
+                        raise StepError(self.told(str(error))) from error
+                    raise
                 for row in rows:
                     row.state.ids.append(row.id)
                 for number, values in zip(batch, logits, strict=True):

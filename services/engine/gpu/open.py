@@ -13,7 +13,7 @@ import torch
 
 from kernels.experts.device.rates import PIECE_BYTES, ReadRates
 from kernels.experts.device.turns import HandoffError, SharedSlots
-from services.engine.errors import DeviceError, MemoryPlanError
+from services.engine.errors import DeviceError, MemoryPlanError, StepError
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import Experts, HostExperts
 from services.engine.gpu.decoder import MOST_ROWS, Placement
@@ -49,8 +49,10 @@ class Device:
     name: str
 
     def close(self) -> None:
-        self.model.close()
-        self.slots.close()
+        try:
+            self.model.close()
+        finally:
+            self.slots.close()
 
 
 def open_device(store: Store, experts: Experts, sizes: Sizes, say: Callable[[str], None] = lambda _: None) -> Device:
@@ -76,6 +78,7 @@ def open_device(store: Store, experts: Experts, sizes: Sizes, say: Callable[[str
             sequences=sizes.sequences,
             context_tokens=sizes.context_tokens,
             placement=Placement(share=sizes.share, first_share=share, guesses=sizes.guesses),
+            told=experts.told,
         )
     except BaseException as error:
         if shared is not None:
@@ -86,7 +89,10 @@ def open_device(store: Store, experts: Experts, sizes: Sizes, say: Callable[[str
                 "lower THIMBLE_ENGINE_MAX_SEQUENCES or THIMBLE_ENGINE_CONTEXT_TOKENS"
             ) from error
         if isinstance(error, HandoffError):
-            raise MemoryPlanError(str(error)) from error
+            kind = MemoryPlanError if shared is None else StepError
+            raise kind(experts.told(str(error))) from error
+        if isinstance(error, torch.AcceleratorError):
+            raise DeviceError(f"the GPU failed while the model was loaded: {error}") from error
         raise
     opened = Device(model, pool, shared, torch.cuda.get_device_name(device))
     experts.closing.append(opened.close)

@@ -56,6 +56,6 @@ def plan_device(config: EngineConfig, store: Store, free_bytes: int) -> DevicePl
     comfortable = min(config.context_tokens or COMFORTABLE_TOKENS, model.context_tokens)
     fitting = [count for count in range(1, MOST_SEQUENCES + 1) if longest(count) >= comfortable]
     sequences = config.max_sequences or (fitting[-1] if fitting else 1)
-    context = config.context_tokens or min(longest(min(sequences, MOST_SEQUENCES)), MOST_TOKENS) or PAGE_TOKENS
+    context = config.context_tokens or min(longest(sequences), MOST_TOKENS) or PAGE_TOKENS
     made = require(model, layout, replace(wanted(sequences), context_tokens=context), budget)
     return DevicePlan(sequences, context, sequences * pages_for(context), kv, made, budget)

@@ -2,7 +2,7 @@
 
 Owns the buffers between the layers and what is copied to and from the host; weights, states and pages are given. Every
 buffer is made at construction, so that `launch` can be captured. What a token changes for good is the residual stream
-and the sequences' states; everything else is written again by the next one.
+and the sequences' states; everything else is written again by the next one, or when the token goes on.
 
 A token can go on from the middle: `launch(first, posted=True)` begins at MoE layer `first` behind its hand-off. For
 that a layer's router weights and latent input are kept until the token's end.
@@ -59,7 +59,8 @@ class TokenInputs:
         for row, state in enumerate(states):
             self.host_slots[row] = state.place
             self.host_lengths[row] = state.tokens + 1
-            self.host_tables[row, : len(state.pages)] = torch.tensor(state.pages, dtype=torch.int32)
+            pages = state.pages[: self.host_tables.shape[1]]
+            self.host_tables[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
     def launch(self) -> None:
         self.x.copy_(self.host_x, non_blocking=True)

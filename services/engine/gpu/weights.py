@@ -64,7 +64,7 @@ LayerWeights = MambaWeights | AttentionWeights | MoeWeights
 
 @dataclass(frozen=True)
 class DeviceWeights:
-    """All layers in order; `following[i]` is the MoE layer after the i-th one, if there is one."""
+    """All layers in order."""
 
     config: ModelConfig
     layers: tuple[LayerWeights, ...]
@@ -181,7 +181,7 @@ class _Loader:
 
     def linear(self, name: str) -> Linear:
         stored = self.dense.linear(name)
-        scale = None if stored.weight_scale is None else stored.weight_scale
+        scale = stored.weight_scale
         if stored.format in ("NVFP4", "W4A16_NVFP4") and scale is not None:
             scale = self.send(scale)  # one for each 16 values; FP8's is a single number
         return self._pack(name, stored.format, self.send(stored.weight), scale, stored.weight_scale_2)

@@ -95,7 +95,7 @@ class PayloadFormat:
         return tuple(state.block_names)
 
     def dump_block(self, state: State, index: int) -> bytes:
-        return b"".join(self._block_pieces(state, index))
+        return b"".join(bytes(piece) for piece in self._block_pieces(state, index))  # each is valid until the next
 
     def dump(self, state: State) -> Iterator[bytes]:
         """The own part, in chunks that are full but for the last. `state` must not change before the last is taken."""

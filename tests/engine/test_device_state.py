@@ -1,0 +1,89 @@
+"""States at fixed places of a device, here the CPU: whole payloads out and in, several at once, places given back."""
+
+from itertools import zip_longest
+
+import pytest
+import torch
+from tiny import CONFIG, dump, feed
+
+from services.engine.errors import OutOfPagesError
+from services.engine.gpu.memory import DevicePool, DeviceState
+from services.engine.snapshots.payload import Loader, PayloadFormat
+
+FORM = PayloadFormat(CONFIG, "model", "arithmetic", kv_number_bytes=2)
+TOKENS = 2 * FORM.block_tokens + 5
+
+
+@pytest.fixture
+def pool() -> DevicePool:
+    return DevicePool(CONFIG, torch.device("cpu"), places=4, pages=40)
+
+
+def fed(pool: DevicePool, seed: int) -> DeviceState:
+    state = DeviceState(CONFIG, pool)
+    feed(state, TOKENS, seed)
+    return state
+
+
+def empty(pool: DevicePool) -> tuple[DeviceState, Loader]:
+    state = DeviceState(CONFIG, pool)
+    state.reserve(TOKENS)
+    return state, Loader(FORM, state)
+
+
+def pieces(chunk: bytes, size: int) -> list[bytes]:
+    return [chunk[start : start + size] for start in range(0, len(chunk), size)]
+
+
+def same(a: DeviceState, b: DeviceState) -> bool:
+    keys = [torch.cat([s.pool.keys[:, page] for page in s.pages], 1)[:, :TOKENS] for s in (a, b)]
+    values = [torch.cat([s.pool.values[:, page] for page in s.pages], 1)[:, :TOKENS] for s in (a, b)]
+    pairs = [(a.conv, b.conv), (a.ssm, b.ssm), keys, values]
+    return a.ids == b.ids and all(torch.equal(first, second) for first, second in pairs)
+
+
+def test_two_payloads_that_arrive_at_once_while_a_third_is_sent(pool: DevicePool) -> None:
+    sources = [fed(pool, seed) for seed in (1, 2)]
+    sent = [dump(FORM, source) for source in sources]
+    assert not same(*sources), "the two must be told apart"
+    targets = [empty(pool) for _ in sources]
+    arriving = [[piece for chunk in chunks for piece in pieces(chunk, 7)] for chunks, _ in sent]
+    for turn in zip_longest(*arriving):
+        for (_, loader), piece in zip(targets, turn, strict=True):
+            if piece is not None:
+                loader.feed(piece)
+        list(FORM.dump(sources[0]))
+    for (_, loader), (_, blocks) in zip(targets, sent, strict=True):
+        assert len(set(blocks)) == len(blocks) == 2
+        for number in loader.missing:
+            loader.put_block(number, blocks[number])
+        loader.finish()
+    for source, (target, _) in zip(sources, targets, strict=True):
+        assert same(source, target)
+
+
+def test_places_are_given_back_once(pool: DevicePool) -> None:
+    states = [fed(pool, seed) for seed in range(4)]
+    pool.check([state.pages for state in states])
+    with pytest.raises(OutOfPagesError, match="all 4 states on the GPU are in use"):
+        DeviceState(CONFIG, pool)
+    states[0].release()
+    states[0].release()
+    pool.check([state.pages for state in states[1:]])
+    assert not DeviceState(CONFIG, pool).ssm.any(), "a place that was used before is clean"
+    with pytest.raises(AssertionError):
+        pool.check([state.pages for state in states[1:]])
+
+
+def test_scales_are_of_fp8_pages_only(pool: DevicePool) -> None:
+    small = DevicePool(CONFIG, torch.device("cpu"), places=1, pages=1, kv="fp8")
+    assert (pool.pages_of(0, 0.01, 0.02).key_scale, pool.pages_of(0, 0.01, 0.02).value_scale) == (1.0, 1.0)
+    assert (small.pages_of(0, 0.01, 0.02).key_scale, small.pages_of(0, 0.01, 0.02).value_scale) == (0.01, 0.02)
+
+
+def test_a_copy_is_independent(pool: DevicePool) -> None:
+    state = fed(pool, 3)
+    copy = state.clone()
+    assert same(state, copy)
+    copy.ssm.add_(1.0)
+    assert not same(state, copy)
