@@ -1,9 +1,17 @@
-"""Fixtures for every test: the demo checkpoint and its store, made once a session."""
+"""Fixtures for every test: the demo checkpoint and its store, made once a session.
 
+Without a GPU the Triton kernels run in Triton's interpreter. That is chosen when a kernel is defined, so before
+anything else of ours is imported, whichever test comes first.
+"""
+
+import os
 from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from services.engine.experts.store import Store
 from services.tools.repack import repack

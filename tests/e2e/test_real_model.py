@@ -20,7 +20,7 @@ TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", 
 def documented(names: dict[str, str]) -> list[list[str]]:
     """The section's `thimble` lines, with `names` put in."""
     section = (ROOT / "README.md").read_text().split("### The real model")[1]
-    [block] = re.findall(r"```sh\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
+    [block] = re.findall(r"```sh\n(.*?)```", re.split(r"\n##+ ", section)[0], re.DOTALL)
     lines = [shlex.split(line) for line in block.splitlines() if line.startswith(".venv/bin/thimble ")]
     return [[names.get(word, word) for word in line[1:]] for line in lines]
 

@@ -75,7 +75,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield [object()] * count
 
     rates = SimpleNamespace(copy=lambda: 50.0, together=lambda: (60.0, 40.0))
-    weights = SimpleNamespace(load=lambda *_: object())
+    embeddings = SimpleNamespace(read_through=lambda: None)
+    weights = SimpleNamespace(load=lambda *_: SimpleNamespace(embeddings=embeddings))
     monkeypatch.setattr(Rig, "log", [])
     for name, value in {
         "DecodeRig": Rig,
@@ -83,6 +84,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "SharedSlots": lambda host: SimpleNamespace(host=host, close=lambda: None),
         "ReadRates": lambda slots: rates,
         "DeviceWeights": weights,
+        "usable_device": lambda: None,
         "measure_copy": lambda device: 1000.0,
         "default_threads": lambda: 9,
         "FEW_THREADS": 2,
@@ -93,6 +95,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     for name in ("max_memory_reserved", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 6000 * MIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1700 * MIB, 2000 * MIB))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return Rig.log
 
