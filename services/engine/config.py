@@ -54,10 +54,12 @@ class EngineConfig:
         16, "requests", "waiting beyond those under way; as many again are kept for users who have none"
     )
     context_tokens: int = setting(
-        0, "tokens", "longest prompt + answer; 0: the model's own limit, at most what kv_gb holds"
+        0, "tokens", "longest prompt + answer; 0: the model's own limit, at most what kv_gb or the GPU holds"
     )
     kv_gb: float = setting(1.0, "GB", "RAM for the attention layers' keys and values, if the CPU computes")
-    prefill_chunk_tokens: int = setting(64, "tokens", "prompt tokens read between two tokens of the other sequences")
+    prefill_chunk_tokens: int = setting(
+        64, "tokens", "prompt tokens read between two tokens of the other sequences; at most 8 on a GPU"
+    )
     grammar_max_bytes: int = setting(262_144, "bytes", "largest schema or grammar that an answer may have to follow")
     grammar_timeout_s: float = setting(5.0, "s", "longest wait for a schema or grammar to be worked out")
 

@@ -51,7 +51,7 @@ class PagePool:
         if count > self.free:
             raise OutOfPagesError(
                 f"{count} KV pages of {PAGE_TOKENS} tokens are needed, {self.free} of {self.total} are free: "
-                "wait for other sequences to end, or raise THIMBLE_ENGINE_KV_GB"
+                "wait for other sequences to end, or raise THIMBLE_ENGINE_KV_GB; on a GPU, shorten the context"
             )
 
     def share(self, pages: list[int]) -> None:
