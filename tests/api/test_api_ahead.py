@@ -88,11 +88,11 @@ def test_an_engine_that_never_gets_to_it_costs_nothing(
     engine.does_idle_work = False
     api = start_api(redis_url=store.url)
     dialog = [SYSTEM, user("Hello")]
-    for _ in range(3):
+    for number in range(3):
         reply = api.chat(*dialog)
         dialog += [answered(reply), user("And now?")]
+        until(lambda number=number: len(engine.idle_calls) == number + 1)
     assert engine.calls[-1].source == "HOT", "the end of the answer is hot all the same"
-    until(lambda: len(engine.idle_calls) == 3)
 
 
 def test_older_states_of_a_dialog_go(api: RunningApi, engine: ScriptedEngine, store: EmbeddedStore) -> None:

@@ -186,6 +186,7 @@ def test_two_dialogs_that_take_turns_keep_being_found(
     for _ in range(5):
         for dialog in dialogs:
             reply, cached_tokens = chat(api, *dialog)
+            api.saved()
             found.append(cached_tokens >= 49)  # more than the first turn, which both share
             dialog += [reply["choices"][0]["message"], {"role": "user", "content": "And what else is there to say?"}]
             time.sleep(1.1)  # the server's clock of use has seconds
