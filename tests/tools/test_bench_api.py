@@ -11,9 +11,12 @@ from services.tools.stack import StackError
 
 def test_every_figure_is_measured() -> None:
     rows = {name: value for name, value, _, _ in measure(streams=2, silent=3, tokens=15, rate=100)}
-    assert list(rows) == ["api.overhead_ms_p50", "api.overhead_ms_p95", "api.overhead_one_ms_p50", "api.silent_ratio"]
-    assert all(math.isfinite(value) and value > 0 for value in rows.values())
-    assert rows["api.overhead_ms_p50"] <= rows["api.overhead_ms_p95"]
+    times = ["api.token_ms_p50", "api.token_ms_p95", "api.straight_ms_p50", "api.token_one_ms_p50"]
+    assert list(rows) == ["api.overhead_ms_p50", *times, "api.silent_ratio"]
+    assert all(math.isfinite(value) for value in rows.values())
+    assert all(rows[name] > 0 for name in times)
+    assert rows["api.token_ms_p50"] <= rows["api.token_ms_p95"]
+    assert rows["api.overhead_ms_p50"] == rows["api.token_ms_p50"] - rows["api.straight_ms_p50"]
 
 
 def test_a_refused_stream_is_no_measurement() -> None:
