@@ -178,8 +178,8 @@ def test_eviction_takes_whole_payloads(
 def test_two_dialogs_that_take_turns_keep_being_found(
     start_api: Callable[..., RunningApi], store: EmbeddedStore, client: Any, cold: ScriptedEngine
 ) -> None:
-    """In a store that holds six states, as 1 GB does of the real model's: looking at one must not keep others alive."""
-    client.config_set("maxmemory", client.info("memory")["used_memory"] + int(8.4 * cold.payload_bytes))
+    """In a store that holds six or seven of their eight states: looking at one must not keep others alive."""
+    client.config_set("maxmemory", client.info("memory")["used_memory"] + int(9.6 * cold.payload_bytes))
     api = start_api(redis_url=store.url)
     dialogs = [[SYSTEM, {"role": "user", "content": f"This is dialog number {number}."}] for number in range(2)]
     found = []
@@ -191,7 +191,7 @@ def test_two_dialogs_that_take_turns_keep_being_found(
             dialog += [reply["choices"][0]["message"], {"role": "user", "content": "And what else is there to say?"}]
             time.sleep(1.1)  # the server's clock of use has seconds
     assert all(found[2:])
-    assert len(client.keys("thimble:2:state:*")) <= 6, "they do not all fit"
+    assert len(client.keys("thimble:2:state:*")) < 8, "they do not all fit"
 
 
 def spoil_type(client: Any) -> None:
