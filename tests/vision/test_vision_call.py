@@ -122,11 +122,12 @@ def test_what_is_no_picture_is_refused_by_name(stub: Any) -> None:
 
 def test_a_client_that_leaves_stops_the_tower(stub: Any, engine: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = engine.engine.sight.weights
-    closed: list[int] = []
+    begun, closed = [], []
     first = next(iter(weights.blocks()))
 
     def endless() -> Iterator[Any]:
         done = 0
+        begun.append(True)
         try:
             while True:
                 done += 1
@@ -137,10 +138,10 @@ def test_a_client_that_leaves_stops_the_tower(stub: Any, engine: Demo, monkeypat
     monkeypatch.setattr(weights, "blocks", endless)
     fresh = encoded(Image.effect_noise((21, 21), 33).convert("RGB"))
     call = stub.Vision.future(iter([ask(fresh), pb.VisionIn(data=fresh)]))
-    assert soon(lambda: engine.engine._looks.pending)
+    assert soon(lambda: bool(begun))
     call.cancel()
     assert soon(lambda: not engine.engine._looks.pending)
-    assert closed
+    assert soon(lambda: bool(closed))
     monkeypatch.undo()
     assert vision(stub, ask(fresh), pb.VisionIn(data=fresh)).pictures
 
