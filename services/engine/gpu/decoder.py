@@ -14,12 +14,10 @@ from torch import Tensor
 from kernels.experts.decode_step import DOWN_SPLITS, ExpertStep
 from kernels.experts.device.turns import TIMEOUT_NS, Route, SharedSlots, Turns
 from kernels.linear.octets import to_octets
+from services.engine.gpu.ledger import MOST_ITEMS, MOST_SEQUENCES
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.token import Replay, Token
 from services.engine.gpu.weights import DeviceWeights
-
-MOST_ROWS = 4
-MOST_ITEMS = 32  # experts of one layer that the GPU takes at most
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,6 @@ class Placement:
     splits: int = DOWN_SPLITS
     lanes: int = 1
     apart: bool = False
-    items: int = MOST_ITEMS
     guesses: bool = False
     timeout_ns: int = 5 * TIMEOUT_NS  # a layer of misses on a slow disk takes longer than one
 
@@ -66,11 +63,11 @@ class Decoder:
         placement: Placement = Placement(),
         replay: Replay | None = None,
     ) -> None:
-        assert 1 <= rows <= MOST_ROWS
+        assert 1 <= rows <= MOST_SEQUENCES
         config = weights.config
         self.weights, self.rows, self.layers = weights, rows, len(config.moe_layers)
         top_k = config.experts_per_token
-        items = min(rows * top_k, max(placement.items, placement.share or 0))
+        items = min(rows * top_k, max(MOST_ITEMS, placement.share or 0))
         step = ExpertStep(
             slots.host.catalog.layout, items, rows, top_k, pool.conv.device, placement.splits, octets=True
         )

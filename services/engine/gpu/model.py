@@ -1,7 +1,7 @@
 """The network on one GPU, as the scheduler asks for it: services/engine/model.py's `forward` through captured graphs.
 
-Owns a decoder for every number of sequences up to MOST_ROWS. Every id takes the decode path, prompts too, one after the
-other; a token's bits depend neither on how a prompt was cut nor on what else was in the call. Used by one thread.
+Owns a decoder for every number of sequences that a step can have. Every id takes the decode path, prompts too, one
+after the other; a token's bits depend neither on how a prompt was cut nor on what else was in the call. One thread's.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +17,10 @@ import kernels.linear.gpu as linear
 import kernels.mamba.gpu as mamba
 import kernels.norm.gpu as norm
 import kernels.router.gpu as router
-from kernels.experts.device.turns import HandoffError, SharedSlots, Times
+from kernels.experts.device.turns import HandoffError, SharedSlots
 from services.engine.errors import DeviceError, StepError
-from services.engine.gpu.decoder import MOST_ROWS, Decoder, Placement, Row
+from services.engine.gpu.decoder import Decoder, Placement, Row
+from services.engine.gpu.ledger import MOST_SEQUENCES
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.weights import DeviceWeights
 from services.engine.model import GaveWay, Segment
@@ -45,7 +46,7 @@ class DeviceModel:
         self.decoders: list[Decoder] = []
         scratch: list[DeviceState] = []
         try:
-            for rows in range(1, min(sequences, MOST_ROWS) + 1):
+            for rows in range(1, min(sequences, MOST_SEQUENCES) + 1):
                 scratch.append(self.new_state(1))
                 self.decoders.append(Decoder(weights, pool, slots, rows, context_tokens, placement or Placement()))
             with ThreadPoolExecutor(len(self.decoders)) as threads:
@@ -87,10 +88,6 @@ class DeviceModel:
         """As Model.forward_all: logits after every id, in the order of the segments."""
         rows = sorted(((number, place), row.clone()) for number, place, row in self._tokens(segments))
         return torch.stack([row for _, row in rows])
-
-    def times(self) -> list[Times]:
-        """Of each number of sequences."""
-        return [decoder.turns.times() for decoder in self.decoders]
 
     @property
     def late(self) -> int:

@@ -16,8 +16,8 @@ from kernels.experts.device.turns import HandoffError, SharedSlots
 from services.engine.errors import DeviceError, MemoryPlanError, StepError
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import Experts, HostExperts
-from services.engine.gpu.decoder import MOST_ROWS, Placement
-from services.engine.gpu.ledger import Kv
+from services.engine.gpu.decoder import Placement
+from services.engine.gpu.ledger import MOST_SEQUENCES, Kv
 from services.engine.gpu.memory import DevicePool
 from services.engine.gpu.model import DeviceModel
 from services.engine.gpu.weights import DeviceWeights
@@ -63,7 +63,7 @@ def open_device(store: Store, experts: Experts, sizes: Sizes, say: Callable[[str
     top_k = store.config.experts_per_token
     shared = None
     try:
-        shared = SharedSlots(experts.host, least=top_k * min(sizes.sequences, MOST_ROWS))
+        shared = SharedSlots(experts.host, least=top_k * min(sizes.sequences, MOST_SEQUENCES))
         if shared.notice:
             say(shared.notice)
         share = _first_share(shared, top_k)
