@@ -5,9 +5,13 @@ weights come. Everything is taken here; nothing is allocated while tokens run.
 """
 
 import gc
+import os
+import shutil
+import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -138,7 +142,21 @@ def usable_device() -> torch.device:
             f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}; the kernels need 8.0 (RTX 30 "
             "series) or later; set THIMBLE_ENGINE_DEVICE=cpu"
         )
+    check_build_tools()
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def check_build_tools() -> None:
+    """Triton compiles launchers in C, with Python's headers. Raises DeviceError for what is missing."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        raise DeviceError("no usable GPU: its kernels need a C compiler at first use: install gcc")
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # where Triton looks, too
+    header = Path(sysconfig.get_path("include", scheme), "Python.h")
+    if not header.exists():
+        raise DeviceError(
+            f"no usable GPU: its kernels need Python's headers at first use, and {header.name} is not there: install "
+            "python3-dev (for another Python than the system's, its own development package)"
+        )
 
 
 def _first_share(slots: SharedSlots, top_k: int) -> float:
