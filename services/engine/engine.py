@@ -9,8 +9,9 @@
     engine.info, engine.close()
 
 One thread, started here, owns the model, the experts, the pages, the hot states and every sequence; nothing else
-touches them after the constructor. Callers put jobs into an inbox and the thread runs them between two steps. A sink is
-called by that thread and must return at once. What leaves the thread (events, chunks of payloads) never changes.
+touches them after the constructor. Callers put jobs into an inbox and the thread runs them between two steps, of which
+none takes long. A sink is called by that thread and must return at once. What leaves the thread (events, chunks of
+payloads) never changes.
 """
 
 import logging
@@ -79,6 +80,7 @@ class Engine:
         self._open = Admission(info.max_sequences, info.queue_limit)
         self._pressing = False  # the inbox has something that idle work gives way to
         scheduler.pressing = lambda: self._pressing
+        scheduler.others_wait = lambda: bool(self._inbox) or self._looks.pending or self._stop_at is not None
         self._stop_at: float | None = None  # time.monotonic(); nothing is taken in once this is set
         self._thread = threading.Thread(target=self._run, name="engine")
         self._thread.start()

@@ -35,8 +35,9 @@ from services.engine.model import Model
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PagePool
 from services.engine.plan import GB, Machine, make_plan
+from services.engine.reading import Network
 from services.engine.request import Info
-from services.engine.scheduler import Network, Scheduler
+from services.engine.scheduler import Scheduler
 from services.engine.snapshots.hot import HotStates
 from services.engine.snapshots.payload import PayloadFormat
 from services.engine.state import State

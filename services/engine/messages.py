@@ -86,8 +86,9 @@ def message_of(event: Restore | Taken | Progress | Token | Finish) -> pb.Generat
             return pb.GenerateOut(restore=pb.Restore(source=source.name, state=ref, reason=reason, need=need))
         case Taken(chunks):
             return pb.GenerateOut(taken=pb.Taken(chunks=chunks))
-        case Progress(done_tokens, total_tokens):
-            return pb.GenerateOut(progress=pb.Progress(done_tokens=done_tokens, total_tokens=total_tokens))
+        case Progress(done_tokens, total_tokens, left_ms):
+            progress = pb.Progress(done_tokens=done_tokens, total_tokens=total_tokens, left_ms=left_ms)
+            return pb.GenerateOut(progress=progress)
         case Token(id_, logprob, top):
             others = [pb.TopToken(id=other, logprob=value) for other, value in top]
             return pb.GenerateOut(token=pb.Token(id=id_, logprob=logprob, top=others))

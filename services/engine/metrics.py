@@ -69,6 +69,9 @@ class Metrics:
         )
         self.ttft = histogram("time_to_first_token_seconds", "from submission to first token", REQUEST_BUCKETS_S)
         self.itl = histogram("inter_token_latency_seconds", "between two tokens of an answer", TOKEN_BUCKETS_S)
+        self.prefill_stall = histogram(
+            "prefill_stall_seconds", "how long answers stood still for a slice of prompt reading", TOKEN_BUCKETS_S
+        )
         self.e2e = histogram("e2e_request_latency_seconds", "from submission to the end", REQUEST_BUCKETS_S)
         self.queue = histogram("request_queue_time_seconds", "from submission to a place", REQUEST_BUCKETS_S)
         self.prefill = histogram("request_prefill_time_seconds", "from a place to first token", REQUEST_BUCKETS_S)

@@ -7,7 +7,7 @@ Every layer is x = x + mixer(rms_norm(x)). A call takes any mixture of sequences
 bits do not depend on how its prompt was cut or on what else was in the call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,17 +28,25 @@ from services.engine.state import State
 from services.engine.vision.ids import FIRST
 from services.engine.weights import DenseWeights
 
+# A piece of a prompt, from one cut to the next (where reading began, snapshot positions, the prompt's end), of at most
+# so many tokens is read as an answer's tokens are. A GPU reads longer ones by other kernels, with other bits. The rule
+# knows nothing of chunks, of batch mates or of time, so that one prompt with the same cuts always gives the same bits.
+# Below about eight tokens, moving each expert once for all of them saves little.
+DECODED_TOKENS = 8
+
 
 @dataclass(frozen=True)
 class Segment:
     """The next `ids` (at least one) of a sequence: one id when it decodes, many when a prompt is read.
 
     `rows`, each float32 [some, hidden], are embeddings of those ids that stand for a picture's places, in order.
+    `sweep`: the ids belong to a piece of more than DECODED_TOKENS. The CPU has one path, and takes no notice.
     """
 
     state: State
     ids: Sequence[int]
     rows: Sequence[Tensor] = ()
+    sweep: bool = False
 
 
 LOOK_AHEAD = 2  # MoE layers for which a trace has guesses made before their own router has spoken
@@ -57,6 +65,7 @@ class Model:
         self, dense: DenseWeights, config: ModelConfig, experts: Experts, trace: Recorder | None = None
     ) -> None:
         self.config = config
+        self.trace = trace
         self.embeddings = dense.plain("embeddings.weight")
         self.norms = [dense.plain(f"layers.{layer}.norm.weight") for layer in range(len(config.layers))]
         self.mixers: list[Mamba | Attention | Moe] = []
@@ -86,16 +95,34 @@ class Model:
         half-way between two tokens: they are marked `spoiled` and can only be released. So does GaveWay, which is
         raised before the next layer once `give_way` says so.
         """
-        hidden = self._run(segments, give_way)
-        last = torch.tensor([len(segment.ids) for segment in segments]).cumsum(0) - 1
-        return self._logits(hidden[last])
+        return self._logits(_last(self._run(segments, give_way), segments))
 
     def forward_all(self, segments: Sequence[Segment]) -> Tensor:
         """As `forward`, but logits after every id, [ids of all segments, vocab]: for perplexity and parity."""
         return self._logits(self._run(segments))
 
-    @torch.inference_mode()
+    def reading(self, segments: Sequence[Segment]) -> Generator[float, None, Tensor]:
+        """As `forward`, layer by layer: before each it yields the share of the work that is done. Between two layers
+        other sequences may be fed; those of `segments` are this call's until it returns. To close it early is a later
+        failure. A trace has whole calls: while one is recorded nothing comes between two layers.
+        """
+        return self._logits(_last((yield from self._hidden(segments, self.trace is None)), segments))
+
     def _run(self, segments: Sequence[Segment], give_way: Callable[[], bool] | None = None) -> Tensor:
+        running = self._hidden(segments, give_way is not None)
+        while True:
+            try:
+                next(running)
+            except StopIteration as end:
+                hidden: Tensor = end.value
+                return hidden
+            if give_way is not None and give_way():
+                running.close()
+                raise GaveWay
+
+    @torch.inference_mode()
+    def _hidden(self, segments: Sequence[Segment], stops: bool) -> Generator[float, None, Tensor]:
+        """What the last layer makes of every id. With `stops` it yields before each layer."""
         states = [segment.state for segment in segments]
         assert states, "a call has segments"
         assert all(segment.ids for segment in segments), "a segment has ids"
@@ -105,25 +132,21 @@ class Model:
         for segment in segments:
             segment.state.reserve(len(segment.ids))
         try:
-            hidden = self._layers(segments, give_way)
+            spans, start = [], 0
+            for segment in segments:
+                spans.append((segment.state, slice(start, start + len(segment.ids))))
+                start += len(segment.ids)
+            x = self._embedded(segments)
+            for layer, (norm, mixer) in enumerate(zip(self.norms, self.mixers, strict=True)):
+                if stops:
+                    yield layer / len(self.mixers)
+                x = x + mixer(rms_norm(x, norm, self.config.norm_eps), spans)
         except BaseException:
             for state in states:
                 state.spoiled = True
             raise
         for segment in segments:
             segment.state.ids.extend(segment.ids)
-        return hidden
-
-    def _layers(self, segments: Sequence[Segment], give_way: Callable[[], bool] | None) -> Tensor:
-        spans, start = [], 0
-        for segment in segments:
-            spans.append((segment.state, slice(start, start + len(segment.ids))))
-            start += len(segment.ids)
-        x = self._embedded(segments)
-        for norm, mixer in zip(self.norms, self.mixers, strict=True):
-            if give_way is not None and give_way():
-                raise GaveWay
-            x = x + mixer(rms_norm(x, norm, self.config.norm_eps), spans)
         return x
 
     def _embedded(self, segments: Sequence[Segment]) -> Tensor:
@@ -139,6 +162,11 @@ class Model:
     @torch.inference_mode()
     def _logits(self, hidden: Tensor) -> Tensor:
         return linear(rms_norm(hidden, self.norm_f, self.config.norm_eps), self.lm_head)
+
+
+def _last(hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
+    """Of each segment, the row of its last id."""
+    return hidden[torch.tensor([len(segment.ids) for segment in segments]).cumsum(0) - 1]
 
 
 @dataclass(frozen=True)

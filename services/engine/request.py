@@ -222,8 +222,11 @@ class Taken:
 
 @dataclass(frozen=True)
 class Progress:
+    """`left_ms`: until the prompt is read, if it goes on as it went; 0: unknown yet, or it is read."""
+
     done_tokens: int
     total_tokens: int
+    left_ms: int = 0
 
 
 @dataclass(frozen=True)

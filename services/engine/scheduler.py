@@ -1,10 +1,10 @@
 """Who runs next: continuous batching of a few sequences. Owns the queue, the places and the pages of what runs.
 
-A step is one token for every sequence that is answering, then one chunk of one prompt. Users take turns at the places
-and at the reading, one user's prompts in the order they came in; those of low priority wait until nothing else runs. A
-place comes with all the pages that its request can need, so nothing that runs ever waits for memory. Idle work begins
-when there is nothing else to do, and is put off when something comes. Used by the engine's thread only; nothing here
-waits for anything but the model.
+A step is one token for every sequence that is answering, then a slice of reading: prompts share a chunk, and what reads
+it stops as soon as others have waited long enough. Users take turns at the places and share the reading; prompts of low
+priority wait until nothing else runs. A place comes with all the pages that its request can need, so nothing that runs
+ever waits for memory. Idle work begins when there is nothing else to do, and is put off when something comes. Used by
+the engine's thread only; nothing here waits for anything but the model.
 """
 
 import logging
@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -22,25 +22,20 @@ from services.engine.metrics import Metrics
 from services.engine.model import GaveWay, Segment
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PagePool, pages_for
+from services.engine.reading import SLICE_S, Network, Reading
 from services.engine.request import Failed, Progress, Reason, Restore, Source
 from services.engine.sequence import Sequence
 from services.engine.snapshots.arriving import Arriving
-from services.engine.snapshots.hot import HotStates, Stored
-from services.engine.snapshots.payload import Loader
+from services.engine.snapshots.hot import HotStates
 from services.engine.state import State
 from services.engine.turns import Turns
 
 log = logging.getLogger(__name__)
 
 
-class Network(Protocol):
-    """What is asked of the model: services/engine/model.py."""
-
-    def forward(self, segments: list[Segment], give_way: Callable[[], bool] | None = None) -> Tensor: ...
-
-
 class Scheduler:
-    """A sequence is in one of the five lists from `add` until it is over."""
+    """A sequence is in one of the five lists from `add` until it is over. One that is over while its prompt is being
+    read together with others' keeps its state until that call of the network has ended."""
 
     def __init__(
         self,
@@ -51,15 +46,18 @@ class Scheduler:
         places: int,
         chunk_tokens: int,
         new_state: Callable[[ModelConfig, Any], State] = State,
+        slice_s: float = SLICE_S,
     ) -> None:
         self.model, self.pool, self.hot, self.metrics = model, pool, hot, metrics
-        self.places, self.chunk_tokens, self.new_state = places, chunk_tokens, new_state
+        self.places, self.chunk_tokens, self.new_state, self.slice_s = places, chunk_tokens, new_state, slice_s
         self.waiting: deque[Sequence] = deque()
         self.restoring: list[Sequence] = []  # have a place, wait for their client's payload
-        self.reading: deque[Sequence] = deque()  # whose turn it is comes first
+        self.reading: deque[Sequence] = deque()  # who has waited longest comes first
+        self.under_way: Reading | None = None  # of some of those
         self.answering: list[Sequence] = []
         self.idle: deque[Sequence] = deque()  # what to read when there is nothing else to do
         self.pressing: Callable[[], bool] = lambda: False  # whether something has come that idle work gives way to
+        self.others_wait: Callable[[], bool] = lambda: False  # whether this thread has anything else to do
         self._places_in_turn, self._chunks_in_turn = Turns(), Turns()
 
     @property
@@ -76,7 +74,7 @@ class Scheduler:
         return bool(self.answering or self.reading or self._next_fits() is not None or self._next_idle() is not None)
 
     def step(self) -> None:
-        """Give places, then a token for each answer, then a chunk of a prompt."""
+        """Give places, then a token for each answer, then a slice of reading."""
         if self.waiting:
             self._put_off_idle()
         if (idle := self._next_idle()) is not None:
@@ -92,11 +90,10 @@ class Scheduler:
         if self.answering:
             with self.at_the_cost_of(*self.answering):
                 self._decode(list(self.answering))
-        if (reader := self._next_reader()) is not None:
-            self.reading.remove(reader)
-            self._chunks_in_turn.took(reader)
-            with self.at_the_cost_of(reader):
-                self._read_chunk(reader)
+        if self.under_way is None:
+            self._begin_reading()
+        if self.under_way is not None:
+            self._read(self.under_way)
 
     @contextmanager
     def at_the_cost_of(self, *sequences: Sequence) -> Iterator[None]:
@@ -169,7 +166,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Conservation: every page and every byte is somebody's. Raises AssertionError with the numbers."""
-        self.pool.check([sequence.state.pages for sequence in self.sequences if sequence.state is not None])
+        held = {*self.sequences, *(self.under_way.sequences if self.under_way is not None else ())}
+        self.pool.check([sequence.state.pages for sequence in held if sequence.state is not None])
         self.hot.check()
 
     def _next_fits(self) -> Sequence | None:
@@ -188,42 +186,46 @@ class Scheduler:
 
     def _put_off_idle(self) -> None:
         """One that waits for its client's payload keeps its place: it has asked, and will not ask again."""
+        if self.under_way is not None and not self.under_way.wanted(pressing=True):
+            self._break_off(self.under_way)
         for sequence in [sequence for sequence in self.reading if sequence.request.idle]:
-            self.reading.remove(sequence)
             self._put_off(sequence)
 
     def _put_off(self, sequence: Sequence) -> None:
+        self.reading.remove(sequence)
         self.metrics.idle_put_off.inc()
         sequence.put_off()
         self.idle.appendleft(sequence)
 
-    def _next_reader(self) -> Sequence | None:
-        """Whose turn to read it is. One of low priority would hold up those that answer: a chunk takes long."""
-        if urgent := [*filter(_urgent, self.reading)]:
-            return self._chunks_in_turn.next(urgent)
-        return self.reading[0] if self.reading and not any(map(_urgent, self.answering)) else None
+    def _readers(self) -> list[Sequence]:
+        """Who may read now. One of low priority would hold up those that answer, and idle work everybody."""
+        idle = [sequence for sequence in self.reading if sequence.request.idle]
+        asked = [sequence for sequence in self.reading if not sequence.request.idle]
+        if urgent := [*filter(_urgent, asked)]:
+            return urgent
+        return [] if any(map(_urgent, self.answering)) else asked or idle
 
     def _place(self, sequence: Sequence) -> None:
         request, again = sequence.request, bool(sequence.placed_at)
-        sequence.place(self._fresh_state(sequence))
+        state = self._fresh_state(sequence)
+        sequence.place(state)
         if not request.idle:
             self.metrics.cache_queries.inc(len(request.ids))
         ref = self.hot.choose(request.offers, request.ids)
         if again:
             stored = None if ref is None else self.hot.get(ref)
             if stored is not None:
-                self._load(sequence, stored)
+                sequence.cached_tokens = self.hot.load(stored, state)
             elif not sequence.began_empty:
                 raise CancelledError("what this idle request began with is not held any more")
             self.reading.append(sequence)
         elif ref is None:
             self._start_reading(sequence, Restore(Source.NONE))
         elif (stored := self.hot.get(ref)) is not None:
-            self._load(sequence, stored)
+            sequence.cached_tokens = self.hot.load(stored, state)
             self._start_reading(sequence, Restore(Source.HOT, ref))
         else:
-            assert sequence.state is not None
-            arriving = sequence.arriving = Arriving(ref, sequence.state, self.hot)
+            arriving = sequence.arriving = Arriving(ref, state, self.hot)
             self.restoring.append(sequence)
             sequence.sink(Restore(Source.SEND, ref, need=arriving.need))
 
@@ -236,17 +238,6 @@ class Scheduler:
             raise
         return state
 
-    def _load(self, sequence: Sequence, stored: Stored) -> None:
-        """Put a payload of our own into the fresh state."""
-        assert sequence.state is not None
-        loader = Loader(self.hot.payloads, sequence.state, trusted=True)
-        for chunk in stored.chunks:
-            loader.feed(chunk)
-        for number, block in enumerate(stored.blocks):
-            loader.put_block(number, block)
-        loader.finish()
-        sequence.cached_tokens = stored.ref.tokens
-
     def _start_reading(self, sequence: Sequence, restore: Restore) -> None:
         if not sequence.request.idle:
             self.metrics.restores[restore.source.name.lower(),].inc()
@@ -255,24 +246,61 @@ class Scheduler:
         sequence.sink(restore)
 
     def _decode(self, batch: list[Sequence]) -> None:
-        logits = self._forward("decode", [(sequence, [sequence.last_id]) for sequence in batch])
+        segments = [Segment(sequence.state, [sequence.last_id]) for sequence in batch if sequence.state is not None]
+        with self.metrics.forward("decode"):
+            logits = self.model.forward(segments, lambda: all(sequence.unwanted for sequence in batch))
         for sequence, row in zip(batch, logits, strict=True):
             with self.at_the_cost_of(sequence):
                 self._sample(sequence, row)
 
-    def _read_chunk(self, sequence: Sequence) -> None:
+    def _begin_reading(self) -> None:
+        """Short pieces are not read together with long ones: they are done long before."""
+        in_turn = self._chunks_in_turn.order(self._readers())
+        alike = [sequence for sequence in in_turn if sequence.sweeps == in_turn[0].sweeps]
+        if alike:
+            with self.at_the_cost_of(*alike):
+                self.under_way = Reading(self.model, alike, self.chunk_tokens)
+                for sequence in self.under_way.sequences:
+                    self._chunks_in_turn.took(sequence)
+
+    def _read(self, reading: Reading) -> None:
+        """Go on until others have waited long enough, nobody wants it any more, or it is done."""
+        begin, answers = time.perf_counter(), len(self.answering)
+        logits = None
+
+        def enough() -> bool:
+            late = time.perf_counter() - begin >= self.slice_s and (self.answering or self.others_wait())
+            return bool(late) or not reading.wanted(self.pressing())
+
+        with self.at_the_cost_of(*reading.sequences):
+            try:
+                with self.metrics.forward("prefill"):
+                    logits = reading.advance(enough, self._tell)
+            except BaseException:
+                self._end(reading)
+                raise
+        if logits is not None:
+            self._end(reading)
+            for number, (sequence, tokens) in enumerate(zip(reading.sequences, reading.tokens, strict=True)):
+                (self.metrics.idle_tokens if sequence.request.idle else self.metrics.prompt_tokens).inc(tokens)
+                if not sequence.over:
+                    with self.at_the_cost_of(sequence):
+                        self._was_read(sequence, tokens, logits[number])
+        elif self.under_way is not None and not reading.wanted(self.pressing()):
+            self._break_off(reading)
+        if answers:
+            self.metrics.prefill_stall.observe(time.perf_counter() - begin)
+
+    def _tell(self, sequence: Sequence, event: Progress) -> None:
+        with self.at_the_cost_of(sequence):
+            sequence.sink(event)
+
+    def _was_read(self, sequence: Sequence, tokens: int, logits: Tensor) -> None:
         state, prompt = sequence.state, sequence.request.ids
         assert state is not None
-        ids = sequence.next_chunk(self.chunk_tokens)
-        try:
-            logits = self._forward("prefill", [(sequence, ids)])
-        except GaveWay:
-            if sequence.unwanted:
-                raise
-            return self._put_off(sequence)
-        sequence.executed_tokens += len(ids)
-        (self.metrics.idle_tokens if sequence.request.idle else self.metrics.prompt_tokens).inc(len(ids))
-        sequence.sink(Progress(state.tokens, len(prompt)))
+        self.reading.remove(sequence)
+        sequence.executed_tokens += tokens
+        sequence.sink(sequence.progress(state.tokens))
         if state.tokens in sequence.request.snapshot_at:
             self._store(sequence)
         if state.tokens < len(prompt):
@@ -282,22 +310,26 @@ class Scheduler:
             self._finish(sequence, Reason.LENGTH)
         else:
             self.answering.append(sequence)
-            self._sample(sequence, logits[0])
-        return None
+            self._sample(sequence, logits)
 
-    def _forward(self, phase: str, batch: list[tuple[Sequence, list[int]]]) -> Tensor:
-        """Raises GaveWay: nobody wants the result any more, or something came that this idle work gives way to."""
+    def _break_off(self, reading: Reading) -> None:
+        """Nobody wants what is read any more; idle work is read again another time."""
+        self._end(reading)
+        for sequence in reading.sequences:
+            if sequence.unwanted:
+                self.drop(sequence, CancelledError("the request was cancelled by its client"))
+            elif not sequence.over:
+                self._put_off(sequence)
 
-        def give_way() -> bool:
-            return all(sequence.unwanted or (sequence.request.idle and self.pressing()) for sequence, _ in batch)
-
-        segments = [
-            Segment(sequence.state, ids, sequence.rows(len(ids)))
-            for sequence, ids in batch
-            if sequence.state is not None
-        ]
-        with self.metrics.forward(phase):
-            return self.model.forward(segments, give_way)
+    def _end(self, reading: Reading) -> None:
+        """The states are the sequences' again: those that are over let go of theirs."""
+        self.under_way = None
+        try:
+            reading.close()
+        finally:
+            for sequence in reading.sequences:
+                if sequence.over:
+                    sequence.release()
 
     def _sample(self, sequence: Sequence, logits: Tensor) -> None:
         state, before = sequence.state, sequence.last_token_at
@@ -340,7 +372,11 @@ class Scheduler:
         for places in (self.waiting, self.restoring, self.reading, self.answering, self.idle):
             if sequence in places:
                 places.remove(sequence)
-        sequence.release()
+        reading = self.under_way
+        if reading is None or sequence not in reading.sequences:
+            sequence.release()
+        elif all(mate.over for mate in reading.sequences):
+            self._end(reading)
 
 
 def _urgent(sequence: Sequence) -> bool:

@@ -5,15 +5,16 @@ Owns its state from the moment it gets a place until `release`. Decides nothing 
 
 import time
 
-from torch import Tensor
-
 from services.engine.choosing import Choosing
 from services.engine.grammar import Matcher
-from services.engine.request import Finish, Reason, Request, Sink, Snapshot
+from services.engine.model import DECODED_TOKENS, Segment
+from services.engine.request import Finish, Progress, Reason, Request, Sink, Snapshot
 from services.engine.snapshots.arriving import Arriving
 from services.engine.snapshots.hot import Stored
 from services.engine.state import State
 from services.engine.vision.cache import Held
+
+MOST_LEFT_MS = 2**32 - 1  # that the contract has room for
 
 
 class Sequence:
@@ -39,6 +40,7 @@ class Sequence:
         self.owed: list[Stored] = []  # pinned until the client has them or is gone
         self.submitted_at = time.perf_counter()
         self.placed_at = 0.0
+        self.reading_from = 0.0
         self.first_token_at = 0.0
         self.last_token_at = 0.0
 
@@ -52,18 +54,41 @@ class Sequence:
         self.state = state
         self.placed_at = time.perf_counter()
 
-    def next_chunk(self, limit: int) -> list[int]:
-        """The next prompt ids to feed: at most `limit`, and none beyond the next position that is to be stored."""
+    @property
+    def piece(self) -> range:
+        """The prompt's piece that is read now, from cut to cut: where reading began, where a state is to be stored,
+        the end. It stays the same while parts of it are read."""
         assert self.state is not None
-        done = self.state.tokens
-        stops = [position for position in self.request.snapshot_at if position > done]
-        return list(self.request.ids[done : min(done + limit, *stops, len(self.request.ids))])
+        done, prompt = self.state.tokens, len(self.request.ids)
+        cuts = [self.cached_tokens, *self.request.snapshot_at, prompt]
+        return range(max(cut for cut in cuts if cut <= done), min(cut for cut in cuts if cut > done))
 
-    def rows(self, count: int) -> list[Tensor]:
-        """Rows of pictures among the next `count` ids."""
+    @property
+    def left_of_piece(self) -> int:
         assert self.state is not None
+        return self.piece.stop - self.state.tokens
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether the piece is a long one: services/engine/model.py says which are."""
+        return len(self.piece) > DECODED_TOKENS
+
+    def next_segment(self, count: int) -> Segment:
+        """The next `count` ids of the piece, to be fed now."""
+        assert self.state is not None
+        assert 0 < count <= self.left_of_piece
+        if not self.reading_from:
+            self.reading_from = time.perf_counter()
         done = self.state.tokens
-        return self.pictures.rows(done, done + count) if self.pictures is not None else []
+        rows = self.pictures.rows(done, done + count) if self.pictures is not None else []
+        return Segment(self.state, list(self.request.ids[done : done + count]), rows, self.sweeps)
+
+    def progress(self, done_tokens: int) -> Progress:
+        """That so much of the prompt is read now; how long the rest takes, by the speed of what this request read."""
+        total, read = len(self.request.ids), done_tokens - self.cached_tokens
+        elapsed_s = time.perf_counter() - self.reading_from
+        left_s = elapsed_s * (total - done_tokens) / read if read else 0.0
+        return Progress(done_tokens, total, min(round(left_s * 1e3), MOST_LEFT_MS))
 
     @property
     def prompt_done(self) -> bool:
@@ -83,6 +108,7 @@ class Sequence:
         self.release()
         self.began_empty = not self.cached_tokens
         self.cached_tokens = self.executed_tokens = 0
+        self.reading_from = 0.0
 
     @property
     def ended(self) -> Reason | None:

@@ -83,6 +83,10 @@ class Turns:
 
         return min(waiting, key=rank)
 
+    def order(self, waiting: Iterable[Sequence]) -> list[Sequence]:
+        """All of `waiting`: who had a turn longest ago comes first, one user's in the order they came in."""
+        return sorted(waiting, key=lambda sequence: self._last.get(sequence.request.user, 0))
+
     def took(self, sequence: Sequence) -> None:
         """It had its turn."""
         self._turn += 1

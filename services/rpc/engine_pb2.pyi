@@ -225,12 +225,14 @@ class Restore(_message.Message):
     def __init__(self, source: _Optional[_Union[Restore.Source, str]] = ..., state: _Optional[_Union[StateRef, _Mapping]] = ..., reason: _Optional[str] = ..., need: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("done_tokens", "total_tokens")
+    __slots__ = ("done_tokens", "total_tokens", "left_ms")
     DONE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_MS_FIELD_NUMBER: _ClassVar[int]
     done_tokens: int
     total_tokens: int
-    def __init__(self, done_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ...) -> None: ...
+    left_ms: int
+    def __init__(self, done_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., left_ms: _Optional[int] = ...) -> None: ...
 
 class Token(_message.Message):
     __slots__ = ("id", "logprob", "top")

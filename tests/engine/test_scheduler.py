@@ -69,7 +69,7 @@ def test_a_step_is_one_token_for_each_answer_and_one_chunk() -> None:
         assert t.model.calls == [[3], [1], [8], [1], [8], [1], [8], [1], [1], [1, 1], [1, 1], [1, 1]]
 
 
-def test_prompts_take_turns() -> None:
+def test_prompts_share_a_chunk() -> None:
     with toy() as t:
         gate = Gate()
         t.model.before = gate
@@ -78,7 +78,7 @@ def test_prompts_take_turns() -> None:
         short = t.ask(ask(C, max_tokens=1))
         gate.open()
         short.finish(), long.finish()
-        assert t.model.calls[:7] == [[8]] * 6 + [[2]], "long, long, short, long, short, long, the end of short"
+        assert t.model.calls[:7] == [[8], *[[4, 4]] * 4, [6, 2], [8]], "long, both, then long has it for itself again"
         assert (long.tokens, short.tokens) == (answer(A * 4, 1), answer(C, 1))
 
 

@@ -7,7 +7,7 @@ sum), so a state restored wrongly gives another answer.
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -136,6 +136,15 @@ class ToyModel:
         self.before(segments)
         if give_way is not None and give_way():
             raise GaveWay
+        return self._run(segments)
+
+    def reading(self, segments: list[Segment]) -> Generator[float, None, Tensor]:
+        self.calls.append([len(segment.ids) for segment in segments])
+        self.before(segments)
+        yield 0.0
+        return self._run(segments)
+
+    def _run(self, segments: list[Segment]) -> Tensor:
         rows = [self._feed(segment) for segment in segments]
         self.experts.ran(sum(len(segment.ids) for segment in segments))
         return torch.stack(rows)
@@ -178,6 +187,7 @@ def toy(
     config: ModelConfig = CONFIG,
     pages: int = 32,
     chunk_tokens: int = 8,
+    slice_s: float = 60.0,  # a test that holds the model at a gate shall not cut its reading
     hot_bytes: int = 1 << 20,
     transit_bytes: int = 0,
     exchange_dir: Path | None = None,
@@ -190,7 +200,7 @@ def toy(
     payloads = PayloadFormat(config, info.model_fingerprint, info.arithmetic_fingerprint)
     hot = HotStates(payloads, info.arithmetic_fingerprint, hot_bytes, transit_bytes)
     metrics = Metrics(info, experts, CollectorRegistry())
-    scheduler = Scheduler(model, pool, hot, metrics, info.max_sequences, chunk_tokens)
+    scheduler = Scheduler(model, pool, hot, metrics, info.max_sequences, chunk_tokens, slice_s=slice_s)
     grammars = Grammars(tokenizer_file, info.vocab_size, most_bytes=10_000, timeout_s=20.0)
     engine = Engine(info, scheduler, experts, grammars, exchange_dir=exchange_dir)
     try:

@@ -4,8 +4,9 @@ Owns a decoder for every number of sequences that a step can have. Every id take
 after the other; a token's bits depend neither on how a prompt was cut nor on what else was in the call. One thread's.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import torch
 import triton
@@ -73,20 +74,35 @@ class DeviceModel:
     def forward(self, segments: Sequence[Segment], give_way: Callable[[], bool] | None = None) -> Tensor:
         """As Model.forward; gives way between two tokens. Raises OutOfPagesError before anything has changed, StepError
         when states are spoiled."""
-        logits = [torch.empty(0)] * len(segments)
-        for number, place, row in self._tokens(segments):
-            more = place < max(len(segment.ids) for segment in segments) - 1
-            if more and give_way is not None and give_way():
-                for segment in segments:
-                    segment.state.spoiled = True
+        running = self.reading(segments)
+        while True:
+            try:
+                next(running)
+            except StopIteration as end:
+                logits: Tensor = end.value
+                return logits
+            if give_way is not None and give_way():
+                running.close()
                 raise GaveWay
-            if place == len(segments[number].ids) - 1:
-                logits[number] = row.clone()
+
+    def reading(self, segments: Sequence[Segment]) -> Generator[float, None, Tensor]:
+        """As Model.reading; it can stop between two tokens."""
+        logits = [torch.empty(0)] * len(segments)
+        left = total = sum(len(segment.ids) for segment in segments)
+        with closing(self._tokens(segments)) as steps:
+            for fed in steps:
+                for number, place, row in fed:
+                    if place == len(segments[number].ids) - 1:
+                        logits[number] = row.clone()
+                left -= len(fed)
+                if left:
+                    yield 1 - left / total
         return torch.stack(logits)
 
     def forward_all(self, segments: Sequence[Segment]) -> Tensor:
         """As Model.forward_all: logits after every id, in the order of the segments."""
-        rows = sorted(((number, place), row.clone()) for number, place, row in self._tokens(segments))
+        fed = (row for some in self._tokens(segments) for row in some)
+        rows = sorted(((number, place), row.clone()) for number, place, row in fed)
         return torch.stack([row for _, row in rows])
 
     @property
@@ -98,8 +114,9 @@ class DeviceModel:
         for decoder in self.decoders:
             decoder.close()
 
-    def _tokens(self, segments: Sequence[Segment]) -> Iterator[tuple[int, int, Tensor]]:
-        """Feeds all ids -> (segment, place in it, logits, valid until the next is asked for)."""
+    def _tokens(self, segments: Sequence[Segment]) -> Generator[list[tuple[int, int, Tensor]], None, None]:
+        """Feeds all ids -> what was fed at once: (segment, place in it, logits, valid until the next step of anything).
+        If it does not come to its end, the states are spoiled."""
         states = [self._state(segment) for segment in segments]
         assert len(set(map(id, states))) == len(states), "a sequence is in a call once"
         assert not any(state.spoiled for state in states), "a spoiled or released state cannot go on"
@@ -107,28 +124,32 @@ class DeviceModel:
         for state, segment in zip(states, segments, strict=True):
             state.reserve(len(segment.ids))
         pictures = [iter([row for some in segment.rows for row in some]) for segment in segments]
-        for place in range(max(len(segment.ids) for segment in segments)):
-            going = [number for number, segment in enumerate(segments) if place < len(segment.ids)]
-            for first in range(0, len(going), len(self.decoders)):
-                batch = going[first : first + len(self.decoders)]
-                rows = []
-                for number in batch:
-                    id_ = segments[number].ids[place]
-                    rows.append(Row(states[number], id_, next(pictures[number]) if id_ >= FIRST else None))
-                try:
-                    logits = self.decoders[len(batch) - 1].run(rows)
-                except BaseException as error:
-                    for state in states:
-                        state.spoiled = True
-                    if isinstance(error, torch.AcceleratorError):  # nothing works there any more
-                        raise DeviceError(f"the GPU has failed: {error}") from error
-                    if isinstance(error, HandoffError):
-                        raise StepError(self.told(str(error))) from error
-                    raise
-                for row in rows:
-                    row.state.ids.append(row.id)
-                for number, values in zip(batch, logits, strict=True):
-                    yield number, place, values
+        try:
+            for place in range(max(len(segment.ids) for segment in segments)):
+                going = [number for number, segment in enumerate(segments) if place < len(segment.ids)]
+                for first in range(0, len(going), len(self.decoders)):
+                    batch = going[first : first + len(self.decoders)]
+                    rows = []
+                    for number in batch:
+                        id_ = segments[number].ids[place]
+                        rows.append(Row(states[number], id_, next(pictures[number]) if id_ >= FIRST else None))
+                    logits = self._run(rows)
+                    yield [(number, place, values) for number, values in zip(batch, logits, strict=True)]
+        except BaseException:
+            for state in states:
+                state.spoiled = True
+            raise
+
+    def _run(self, rows: list[Row]) -> Tensor:
+        try:
+            logits = self.decoders[len(rows) - 1].run(rows)
+        except torch.AcceleratorError as error:  # nothing works there any more
+            raise DeviceError(f"the GPU has failed: {error}") from error
+        except HandoffError as error:
+            raise StepError(self.told(str(error))) from error
+        for row in rows:
+            row.state.ids.append(row.id)
+        return logits
 
     def _state(self, segment: Segment) -> DeviceState:
         assert isinstance(segment.state, DeviceState)
