@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import compile_dense
+import compile_sweep
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -137,7 +138,8 @@ def sum_layouts(form: str, tokens: int) -> list[str]:
 
 
 def main() -> None:
-    work = [(*kernel, True) for kernel in KERNELS] + [(*kernel, False) for kernel in compile_dense.DENSE]
+    unfused = compile_dense.DENSE + compile_sweep.SWEEP
+    work = [(*kernel, True) for kernel in KERNELS] + [(*kernel, False) for kernel in unfused]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # most of the time is the compiler's, outside Python's lock
         results = [
             found for futures in [pool.submit(compile_kernel, *each) for each in work] for found in futures.result()
