@@ -1,10 +1,10 @@
 """`thimble bench decode-disk STORE`: whole tokens on the GPU with a part of the experts in RAM, the rest on a drive.
 
 Synthetic: weights of `thimble synth`, routing made up by traces/generators.py, guesses at the next layer's experts as
-good as published and no better. The drive is emulated (its blocks are in RAM, handed out at a drive's rate), so that
-its speed is that of a home PC's; but its bytes are copied by threads, which a drive would not need: half of the cores
-compute, so that the others can copy. One sequence. Missing experts are computed by the processor as they arrive, for
-the published method too, which is kinder to it than its own way, a copy to the card first.
+good as published and no better. The drive is emulated, so that its speed is that of a home PC's: its blocks are in the
+card's memory, handed out at a drive's rate by the card's copy engine, which costs no core anything, as a drive's
+controller would not. One sequence. Missing experts are computed by the processor as they arrive, for the published
+method too, which is kinder to it than its own way, a copy to the card first.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", default="calibrated", help="generator of the routing (default calibrated)")
     parser.add_argument("--warm", type=int, default=100, help="tokens that fill the cache first (default 100)")
     parser.add_argument("--tokens", type=int, default=40, help="timed tokens (default 40)")
-    parser.add_argument("--threads", type=int, default=default_threads() // 2 or 1, help="that compute (default: half)")
+    parser.add_argument("--threads", type=int, default=default_threads(), help="that compute (default: cores less two)")
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
 
 
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     device = usable_device()
     torch.set_num_threads(1)
-    memory = np.fromfile(store.experts_path, np.uint8)
+    memory = torch.from_numpy(np.fromfile(store.experts_path, np.uint8)).to(device)
     weights = DeviceWeights.load(store.dense(), store.config, device)
     weights.embeddings.read_through()
     pool = DevicePool(store.config, device, places=1, pages=pages_for(CONTEXT_TOKENS))
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def host(
-    store: Store, memory: np.ndarray[tuple[int], np.dtype[np.uint8]], share: float, disk: float, way: Way, threads: int
+    store: Store, memory: torch.Tensor, share: float, disk: float, way: Way, threads: int
 ) -> Iterator[SharedSlots]:
     """Slots that the GPU reads, empty, behind a drive of `disk` GB/s."""
     slots = int(share * sum(map(len, store.blocks)))

@@ -18,6 +18,7 @@ import triton
 from kernels.experts import handoff
 from kernels.experts.decode_step import ExpertStep
 from kernels.experts.host.binding import Host
+from kernels.experts.host.drives import current_context
 from kernels.experts.host.replay import hinted
 from kernels.workers.pool import native
 
@@ -162,7 +163,7 @@ class Turns:
         )
         self._call(
             "thimble_turns_copy_through",
-            ctypes.c_void_p(_current_context()),
+            ctypes.c_void_p(current_context()),
             ctypes.c_int(route),
             ctypes.c_uint64(self.staging.data_ptr()),
             ctypes.c_int(lanes),
@@ -281,15 +282,3 @@ def _forget_error() -> None:
     """The runtime keeps a refused call's error for the next launch to report; here is that launch."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
-
-
-def _current_context() -> int:
-    """The CUDA context that torch uses in this thread, which the copying thread must use too."""
-    torch.cuda.synchronize()
-    context = ctypes.c_void_p()
-    _cuda().cuCtxGetCurrent(ctypes.byref(context))
-    return context.value or 0
-
-
-def _cuda() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kernels.workers.pool import native
 
@@ -31,10 +32,19 @@ def _library() -> ctypes.CDLL:
     lib.thimble_drive_file.restype = lib.thimble_drive_emulated.restype = ctypes.c_void_p
     lib.thimble_drive_file.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64)
     numbers = (ctypes.c_int64, ctypes.c_double, ctypes.c_double, ctypes.c_int64, ctypes.c_int)
-    lib.thimble_drive_emulated.argtypes = (ctypes.c_void_p, *numbers)
+    message = (ctypes.c_char_p, ctypes.c_int64)
+    lib.thimble_drive_emulated.argtypes = (ctypes.c_void_p, ctypes.c_void_p, *numbers, *message)
     lib.thimble_drive_emulated_counts.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     lib.thimble_drive_close.argtypes = (ctypes.c_void_p,)
     return lib
+
+
+def current_context() -> int:
+    """The CUDA context that torch uses in this thread."""
+    torch.cuda.synchronize()
+    context = ctypes.c_void_p()
+    ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(context))
+    return context.value or 0
 
 
 class FileDrive:
@@ -61,30 +71,39 @@ class EmulatedCounts:
 class EmulatedDrive:
     """`memory` (uint8, one block after another) as a drive of `gb_s`, whose single reads get at most `lane_gb_s`.
 
+    A tensor on a GPU is carried by its copy engine, which costs no core anything; an array by the reading thread.
+
     For benchmarks and tests. The defaults are a consumer NVMe drive's: two large random reads in flight saturate it,
     the first byte of one takes 100 us. Many hosts may share one, also several drives the same memory.
     """
 
     def __init__(
         self,
-        memory: npt.NDArray[np.uint8],
+        memory: npt.NDArray[np.uint8] | torch.Tensor,
         *,
         gb_s: float,
         lane_gb_s: float | None = None,
         latency_us: float = 100.0,
         depth: int = 64,
     ) -> None:
-        if memory.ndim != 1 or not memory.flags.c_contiguous or gb_s <= 0 or depth < 1 or latency_us < 0:
+        contiguous = memory.is_contiguous() if isinstance(memory, torch.Tensor) else memory.flags.c_contiguous
+        if memory.ndim != 1 or not contiguous or gb_s <= 0 or depth < 1 or latency_us < 0:
             raise ValueError(f"emulated drive: {memory.shape} bytes, {gb_s} GB/s, {latency_us} us, depth {depth}")
         self._memory = memory  # read by the library as long as this lives
+        message = ctypes.create_string_buffer(_MESSAGE_BYTES)
         self.handle: int | None = _library().thimble_drive_emulated(
-            memory.ctypes.data,
-            memory.size,
+            memory.data_ptr() if isinstance(memory, torch.Tensor) else memory.ctypes.data,
+            current_context() if isinstance(memory, torch.Tensor) else None,
+            len(memory),
             gb_s * 1e9,
             (0.6 * gb_s if lane_gb_s is None else lane_gb_s) * 1e9,
             int(latency_us * 1000),
             depth,
+            message,
+            _MESSAGE_BYTES,
         )
+        if not self.handle:
+            raise DriveError(message.value.decode())
         weakref.finalize(self, _library().thimble_drive_close, self.handle)
 
     def counts(self) -> EmulatedCounts:
