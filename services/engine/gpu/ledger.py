@@ -35,6 +35,9 @@ MOST_ITEMS = 32  # experts that the GPU takes of one layer
 CONTEXT_BYTES = 300 * MIB
 KERNEL_BYTES = 184 * MIB  # loaded kernels and the first graph: 181 MiB on an H200
 GRAPH_BYTES = 16 * MIB  # of each further number of sequences: kernels and a graph
+# Of cuBLAS with its workspace (8 MiB, 32 on an H100 or later) and flash attention. Assumed; `thimble bench vision`
+# prints the driver's own figure.
+VISION_LIBRARY_BYTES = 96 * MIB
 MARGIN_BYTES = 32 * MIB  # an allocator's rounding (11 to 23 MiB), and what changes between driver versions
 
 _KV_BYTES: dict[Kv, int] = {"bf16": 2, "fp8": 1}
@@ -50,8 +53,8 @@ class Wanted:
     is each one's longest prompt and answer.
 
     `pages` of KV for all sequences, 0: enough for each. `staging_blocks`: expert blocks copied to the card at once;
-    `chunk_tokens`: prompt tokens of a piece that is read by layers; `image_tokens`: that the ring of projected images
-    holds. 0: not used.
+    `chunk_tokens`: prompt tokens of a piece that is read by layers; `vision_bytes`: what pictures are read with. 0: not
+    used.
     """
 
     sequences: int = 1
@@ -60,7 +63,7 @@ class Wanted:
     pages: int = 0
     staging_blocks: int = 0
     chunk_tokens: int = 0
-    image_tokens: int = 0
+    vision_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.sequences < 1:
@@ -113,7 +116,8 @@ def ledger(config: ModelConfig, dense: Layout, wanted: Wanted) -> Ledger:
         ),
         (f"staging, {wanted.staging_blocks} expert blocks", wanted.staging_blocks * layout.block_bytes),
         (f"prompt pieces of {wanted.chunk_tokens} tokens", wanted.chunk_tokens * row_bytes(config)),
-        (f"images, {wanted.image_tokens} tokens", wanted.image_tokens * config.hidden_size * 2),
+        ("vision ring and activations", wanted.vision_bytes),
+        ("libraries of vision (assumed, not computed)", VISION_LIBRARY_BYTES if wanted.vision_bytes else 0),
         ("margin", MARGIN_BYTES),
     ]
     return Ledger(wanted, tuple((name, size) for name, size in lines if size))

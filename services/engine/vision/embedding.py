@@ -20,16 +20,16 @@ def embed(weights: VisionWeights, patches: Tensor, grid: tuple[int, int]) -> Gen
         del positions, patches
     yield
     running = tower.forward(weights.blocks(), x, weights.config.heads)
-    x = yield from _without_gradients(running)
+    x = yield from without_gradients(running)
     with torch.inference_mode():
         last = (weights.plain("final_norm.weight"), weights.plain("final_norm.bias"))
         shuffled = projector.shuffle(tower.features(x, weights.config.prefix, *last), grid)
     del x, running
     norm, slices = weights.plain("projector.norm"), weights.projector_slices()
-    return (yield from _without_gradients(projector.project(shuffled, norm, slices, weights.config.hidden)))
+    return (yield from without_gradients(projector.project(shuffled, norm, slices, weights.config.hidden)))
 
 
-def _without_gradients(work: Generator[None, None, Tensor]) -> Generator[None, None, Tensor]:
+def without_gradients(work: Generator[None, None, Tensor]) -> Generator[None, None, Tensor]:
     """Inference mode belongs to a thread: it is on only while this runs, not while its caller has the word."""
     while True:
         try:

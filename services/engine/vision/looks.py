@@ -7,7 +7,7 @@ from threading import Lock
 
 from torch import Tensor
 
-from services.engine.errors import EngineError, StepError
+from services.engine.errors import DeviceError, EngineError, StepError
 
 Work = Generator[None, None, Tensor]
 
@@ -30,10 +30,11 @@ class Looks:
         return done
 
     def advance(self) -> None:
-        """Do the next piece of the first picture, if there is one."""
+        """Do the next piece of the first picture, if there is one. Raises DeviceError: nothing else can run either."""
         if not self._waiting:
             return
         work, done = self._waiting[0]
+        lost: DeviceError | None = None
         if not done.cancelled():
             try:
                 next(work)
@@ -45,8 +46,11 @@ class Looks:
                     error if isinstance(error, EngineError) else StepError(f"a picture could not be read: {error!r}")
                 )
                 _settle(done, None, named)
+                lost = error if isinstance(error, DeviceError) else None
         work.close()
         self._waiting.popleft()
+        if lost is not None:
+            raise lost
 
     def end(self, error: EngineError) -> None:
         """Nothing more is done."""

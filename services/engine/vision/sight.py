@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ MOST_KNOWN = 4096  # pictures whose sizes are remembered; a hundred bytes each
 _SPARE_TOKENS = 4  # as the family's processors leave
 _FLOAT_BYTES = 4
 
+Read = Callable[[Tensor, tuple[int, int]], Work]  # patches and their grid, as embedding.embed takes them
 Look = Callable[[Work], "Future[Tensor]"]  # has the engine's thread do the work, piece by piece
 
 
@@ -92,10 +94,14 @@ class _Known:
 class Sight:
     """One for an engine whose model sees. Belongs to the server's loop, but for the cache."""
 
-    def __init__(self, weights: VisionWeights, cache: PictureCache, count: Callable[[str], None]) -> None:
-        """`count` hears of each picture whether it was "held" or had to be "read"."""
+    def __init__(
+        self, weights: VisionWeights, cache: PictureCache, count: Callable[[str], None], read: Read | None = None
+    ) -> None:
+        """`count` hears of each picture whether it was "held" or had to be "read". `read`: by the processor, if none
+        is given."""
         self.weights = weights
         self.cache = cache
+        self._read = read or partial(embed, weights)
         self._count = count
         self._decoder = Decoder()
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
@@ -177,7 +183,7 @@ class Sight:
             key = (known.pixels, grid)
             entry = self.cache.find(key)
             if entry is None:
-                rows = await asyncio.wrap_future(look(embed(self.weights, cut, grid)))
+                rows = await asyncio.wrap_future(look(self._read(cut, grid)))
                 entry = await asyncio.to_thread(self.cache.put, key, rows)
         return Seen(entry.handle, len(entry.rows))
 
@@ -196,11 +202,17 @@ class Sight:
         return found
 
 
-def reading_bytes(config: VisionConfig) -> int:
-    """The most that one picture takes while it is read: to decode it, or tower and projector at its full grid."""
+def reading_bytes(config: VisionConfig, on_device: bool = False) -> int:
+    """The most that one picture takes while it is read: to decode it, or tower and projector at its full grid.
+
+    `on_device`: the two are there, and only patches and results are here.
+    """
     # The decoder holds four bytes a pixel twice; here three, twice; and its columns are as narrow as the grid already.
     narrow = MOST_SIDE * 4 * config.patch * math.isqrt(config.most_patches)
     decoding = (8 + 6) * MOST_PIXELS + 3 * narrow
+    if on_device:
+        here = 2 * config.most_patches * 3 * config.patch**2 + config.most_patches // 2 * config.hidden
+        return max(decoding, _FLOAT_BYTES * here)
     rows = config.most_patches + config.prefix
     tower = rows * (8 * config.width + 3 * config.patch**2) + 2048 * 2 * config.inner
     block = 4 * config.width**2 + 2 * config.width * config.inner

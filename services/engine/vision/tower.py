@@ -8,7 +8,7 @@ GPU. Between two blocks the caller gets the word, so that a picture does not hol
     features = final_norm(x without the class rows)
 """
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from kernels.linear.cpu import linear
 
 EPS = 1e-6
 _MLP_ROWS = 2048  # bounds what the MLP's hidden values take
+_POSITIONS = 512  # worked out at once
 
 
 @dataclass(frozen=True)
@@ -66,16 +67,32 @@ def position_window(table: Tensor, grid: tuple[int, int]) -> Tensor:
     As if the table were resized to a square as large as the grid's longer side (bilinear, half-pixel centres) and its
     top left corner cut out; only what is in the corner is worked out.
     """
+    window = torch.empty(grid[0] * grid[1], table.shape[2])
+    for begin, rows in positions(table, 0, len(table), grid):
+        window[begin : begin + len(rows)] = rows
+    return window
+
+
+def positions(lines: Tensor, first: int, stop: int, grid: tuple[int, int]) -> Iterator[tuple[int, Tensor]]:
+    """A part of the window, from a part of the table: the patches whose upper neighbours are its lines `first` to
+    before `stop`. `lines` [some, side, width] begins with `first` and has the one at `stop` too, if the table does.
+
+    Gives pieces of bounded size: the number of their first patch, and float32 [patches, width].
+    """
     rows, columns = grid
-    longest = max(grid)
-    upper, lower, down = _places(rows, longest, len(table))
-    left, right, across = _places(columns, longest, len(table))
-    table = table.float()
-    lines = torch.lerp(table[upper], table[lower], down[:, None, None])  # [rows, side, width]
-    window = torch.empty(rows, columns, table.shape[2])
-    for row, line in enumerate(lines):
-        torch.lerp(line[left], line[right], across[:, None], out=window[row])
-    return window.flatten(0, 1)
+    longest, side = max(grid), lines.shape[1]
+    upper, lower, down = _places(rows, longest, side)
+    left, right, across = _places(columns, longest, side)
+    begin, end = (int(row) for row in torch.searchsorted(upper, torch.tensor([first, stop])))
+    for start in range(begin * columns, end * columns, _POSITIONS):
+        patches = torch.arange(start, min(start + _POSITIONS, end * columns))
+        row, column = patches // columns, patches % columns
+        above, below = (neighbours[row].sub_(first).to(lines.device) for neighbours in (upper, lower))
+        near, far = (neighbours[column].to(lines.device) for neighbours in (left, right))
+        share = down[row, None].to(lines.device)
+        at_left = torch.lerp(lines[above, near].float(), lines[below, near].float(), share)
+        at_right = torch.lerp(lines[above, far].float(), lines[below, far].float(), share)
+        yield start, torch.lerp(at_left, at_right, across[column, None].to(lines.device))
 
 
 def _places(count: int, longest: int, side: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -49,19 +49,19 @@ class VisionWeights:
 
     def __init__(self, path: Path, config: VisionConfig) -> None:
         self.config = config
-        self._entries = read_header(path)
-        for name, shape in _shapes(config).items():
-            found = self._entries.get(name)
+        self.entries = read_header(path)
+        for name, shape in shapes(config).items():
+            found = self.entries.get(name)
             if found is None or found.shape != shape or found.dtype not in DTYPES:
                 raise StoreError(f"{path}: {name} is not there with shape {list(shape)}; run thimble repack again")
 
     def plain(self, name: str) -> Tensor:
-        return self._entries[name].read().float()
+        return self.entries[name].read().float()
 
     def table(self) -> Tensor:
         """[side, side, width], in the file's own type: it is large, and little of it is used."""
         side = self.config.table
-        return self._entries["position"].read().view(side, side, -1)
+        return self.entries["position"].read().view(side, side, -1)
 
     def blocks(self) -> Iterator[Block]:
         """In their order; a block is read when it is asked for, and nobody here holds it after that."""
@@ -74,18 +74,18 @@ class VisionWeights:
             scales = {
                 name: self.plain(f"blocks.{index}.{name}")
                 for name in ("layer_scale1", "layer_scale2")
-                if f"blocks.{index}.{name}" in self._entries
+                if f"blocks.{index}.{name}" in self.entries
             }
             yield Block(**parts, **scales)
 
     def projector_slices(self) -> Iterator[tuple[Tensor, Tensor]]:
-        up, down = (self._entries[f"projector.{name}"].read() for name in ("up", "down"))
+        up, down = (self.entries[f"projector.{name}"].read() for name in ("up", "down"))
         for start in range(0, self.config.projector, _SLICE):
             end = start + _SLICE
             yield up[start:end].float(), down[:, start:end].float()
 
 
-def _shapes(config: VisionConfig) -> dict[str, tuple[int, ...]]:
+def shapes(config: VisionConfig) -> dict[str, tuple[int, ...]]:
     width, inner = config.width, config.inner
     found: dict[str, tuple[int, ...]] = {
         "embedder": (width, 3 * config.patch**2),

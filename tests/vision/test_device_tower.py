@@ -1,0 +1,253 @@
+"""The tower as a card runs it, in float32 on the processor: close to the plain one, whatever the ring and the memory
+are like. On a card (`-m gpu`): in BF16 near it, the same bits again, within the memory that was planned."""
+
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hf_tower import CONFIG, random_tensors, write
+from torch import Tensor
+
+from services.engine.errors import CheckpointError, DeviceError, StepError
+from services.engine.tensorfile import header_bytes
+from services.engine.vision import device, ring
+from services.engine.vision.config import VisionConfig
+from services.engine.vision.device import DeviceTower, card_bytes, working_bytes
+from services.engine.vision.embedding import embed, run
+from services.engine.vision.looks import Looks
+from services.engine.vision.pieces import Pieces
+from services.engine.vision.weights import VisionWeights, shapes
+from services.tools import synthetic_vision
+
+CPU = torch.device("cpu")
+GRIDS = [(16, 16), (4, 38), (38, 4), (4, 4), (32, 32), (2, 512), (512, 2), (22, 16)]
+CLOSE = 1e-5  # of the largest value, float32
+NEAR = 0.03  # of the largest value, BF16
+
+
+def stored(folder: Path, tensors: dict[str, Tensor], config: VisionConfig = CONFIG) -> VisionWeights:
+    folder.mkdir(exist_ok=True)
+    return VisionWeights(write(folder, tensors), config)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> VisionWeights:
+    return stored(tmp_path_factory.mktemp("vision"), random_tensors())
+
+
+@contextmanager
+def opened(
+    weights: VisionWeights,
+    on: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    resident: bool = False,
+    slots: int = 2,
+) -> Iterator[DeviceTower]:
+    tower = DeviceTower(weights, on, dtype=dtype, resident=resident, slots=slots)
+    try:
+        yield tower
+    finally:
+        tower.close()
+
+
+def patches(grid: tuple[int, int], seed: int = 1) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(grid[0] * grid[1], 3 * CONFIG.patch**2, generator=random)
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    assert found.shape == wanted.shape
+    assert found.dtype == torch.float32
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_rows_are_those_of_the_plain_path(
+    grid: tuple[int, int], weights: VisionWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By runs of rows that divide nothing evenly; stale values in the memory must not show."""
+    monkeypatch.setattr(device, "RUN_ROWS", 100)
+    wanted = run(embed(weights, patches(grid), grid))
+    with opened(weights) as tower:
+        tower.memory.fill_(0x7F)
+        tower.ring.slots.fill_(0x7F)
+        assert error(run(tower.embed(patches(grid), grid)), wanted) < CLOSE
+        assert error(run(tower.embed(patches(grid, seed=2), grid)), wanted) > 0.05, "another picture must show"
+
+
+@pytest.mark.parametrize(("resident", "slots"), [(False, 2), (False, 3), (True, 2), (True, 5)])
+def test_the_way_of_the_weights_changes_no_bit(resident: bool, slots: int, weights: VisionWeights) -> None:
+    grid = (22, 16)
+    with opened(weights) as tower:
+        wanted = run(tower.embed(patches(grid), grid))
+    with opened(weights, resident=resident, slots=slots) as tower:
+        for seed in (2, 1):
+            found = run(tower.embed(patches(grid, seed), grid))
+        assert torch.equal(found, wanted)
+
+
+def test_in_bf16_rows_are_near(weights: VisionWeights) -> None:
+    grid = (22, 16)
+    with opened(weights, dtype=torch.bfloat16) as tower:
+        found = error(run(tower.embed(patches(grid), grid)), run(embed(weights, patches(grid), grid)))
+    print(f"largest error {found:.1e} of the largest value")
+    assert 1e-4 < found < NEAR
+
+
+def test_a_layer_scale_counts(weights: VisionWeights, tmp_path: Path) -> None:
+    scales = {f"blocks.1.layer_scale{i}": torch.linspace(0.2, 0.9, CONFIG.width) for i in (1, 2)}
+    scaled, grid = stored(tmp_path, random_tensors() | scales), (4, 4)
+    wanted = run(embed(scaled, patches(grid), grid))
+    with opened(scaled) as tower:
+        assert error(run(tower.embed(patches(grid), grid)), wanted) < CLOSE
+    assert error(wanted, run(embed(weights, patches(grid), grid))) > 0.05
+
+
+def test_pieces_are_the_whole_file_once(weights: VisionWeights) -> None:
+    """But for a line of the position table that two pieces share, and for what only pads."""
+    pieces = Pieces.of(weights)
+    found = sorted((part.offset, part.size_bytes) for piece in pieces.order for part in piece.parts)
+    size_bytes = sum(entry.size_bytes for entry in weights.entries.values())
+    line_bytes = CONFIG.table * CONFIG.width * 4
+    assert sum(size for _, size in found) == size_bytes + (len(pieces.positions) - 1) * line_bytes
+    halves = [half.size_bytes for block in pieces.blocks for half in block]
+    assert max(halves) <= pieces.most_bytes <= max(halves) + 3 * 4 * 4 * CONFIG.width, "norms ride with the first rows"
+
+
+def test_a_table_in_many_pieces(weights: VisionWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two lines each: every patch finds both of its neighbours."""
+    whole = Pieces.of(weights)
+
+    def cut(count: int, most: int) -> list[tuple[int, int]]:
+        step = 2 if count == CONFIG.table else 7
+        return [(first, min(first + step, count)) for first in range(0, count, step)]
+
+    monkeypatch.setattr("services.engine.vision.pieces._cut", cut)
+    assert len(Pieces.of(weights).order) > 2 * len(whole.order)
+    for grid in GRIDS:
+        with opened(weights) as tower:
+            assert error(run(tower.embed(patches(grid), grid)), run(embed(weights, patches(grid), grid))) < CLOSE
+
+
+def test_a_block_is_between_two_yields(weights: VisionWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever answers gets the word after every block, and weights are read only a few pieces ahead."""
+    read: list[str] = []
+    plain = ring.Ring._read
+
+    def watched(self: ring.Ring, buffer: int, part: object, done: int, size_bytes: int) -> None:
+        read.append(part.name)  # type: ignore[attr-defined]
+        plain(self, buffer, part, done, size_bytes)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ring.Ring, "_read", watched)
+    with opened(weights) as tower:
+        work = tower.embed(patches((4, 4)), (4, 4))
+        assert read == [], "nothing before it is its turn"
+        steps, blocks = 0, []
+        for _ in work:
+            steps += 1
+            blocks.append(sum(name == "fc1.weight" for name in read))
+    assert blocks[0] < CONFIG.blocks
+    assert steps >= 1 + CONFIG.blocks + 1
+    assert sum(name == "fc1.weight" for name in read) == CONFIG.blocks
+
+
+def test_weights_in_ram_are_read_once(weights: VisionWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    plain = ring.Ring._read
+
+    def watched(self: ring.Ring, buffer: int, part: object, done: int, size_bytes: int) -> None:
+        counts.append(size_bytes)
+        plain(self, buffer, part, done, size_bytes)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ring.Ring, "_read", watched)
+    for resident, times in ((True, 1), (False, 2)):
+        counts.clear()
+        with opened(weights, resident=resident) as tower:
+            for _ in range(2):
+                run(tower.embed(patches((4, 4)), (4, 4)))
+            parts = sum(part.size_bytes for piece in tower.ring.order for part in piece.parts)
+        assert sum(counts) == times * parts
+
+
+def test_an_abandoned_picture_leaves_the_next_one_alone(weights: VisionWeights) -> None:
+    grid = (16, 16)
+    with opened(weights) as tower:
+        wanted = run(tower.embed(patches(grid), grid))
+        for steps in range(6):
+            work = tower.embed(patches((32, 32), seed=3), (32, 32))
+            for _ in range(steps):
+                next(work)
+            work.close()
+            assert torch.equal(run(tower.embed(patches(grid), grid)), wanted), steps
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_file_that_ends_early_fails_the_picture_only(resident: bool, tmp_path: Path) -> None:
+    weights, grid = stored(tmp_path, random_tensors()), (4, 4)
+    path = tmp_path / "vision.safetensors"
+    whole = path.read_bytes()
+    with opened(weights, resident=resident) as tower:
+        with path.open("r+b") as file:
+            file.truncate(len(whole) // 2)
+        with pytest.raises(CheckpointError, match=r"end inside .*: run thimble repack again"):
+            run(tower.embed(patches(grid), grid))
+        with path.open("r+b") as file:
+            file.write(whole)
+        assert error(run(tower.embed(patches(grid), grid)), run(embed(weights, patches(grid), grid))) < CLOSE
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("vision")]
+
+
+def test_a_picture_longer_than_planned_is_read_by_the_processor(tmp_path: Path) -> None:
+    small = stored(tmp_path, random_tensors(), replace(CONFIG, most_patches=64))
+    grid = (2, 40)
+    with opened(small) as tower:
+        assert torch.equal(run(tower.embed(patches(grid), grid)), run(embed(small, patches(grid), grid)))
+
+
+def test_the_real_shape_takes_what_is_said(tmp_path: Path) -> None:
+    """Counted without the weights: a file of holes."""
+    weights = full_shape(tmp_path)
+    pieces = Pieces.of(weights)
+    assert pieces.most_bytes / 2**20 == pytest.approx(25.02, abs=0.1), "half a block"
+    assert pieces.size_bytes / 1e9 == pytest.approx(1.681, abs=0.01)
+    assert working_bytes(weights.config) / 2**20 == pytest.approx(163, abs=2)
+    assert card_bytes(weights) / 2**20 == pytest.approx(243, abs=3)
+    assert len(pieces.order) == 2 + 64 + 8 + 7
+
+
+def full_shape(folder: Path) -> VisionWeights:
+    """The released sizes in BF16, all zeros."""
+    wanted = {name: ("BF16", shape) for name, shape in shapes(synthetic_vision.REAL).items()}
+    start, _ = header_bytes(wanted)
+    path = folder / "vision.safetensors"
+    with path.open("wb") as file:
+        file.write(start)
+        file.truncate(len(start) + sum(2 * torch.Size(shape).numel() for _, shape in wanted.values()))
+    return VisionWeights(path, synthetic_vision.REAL)
+
+
+def test_a_card_that_fails_ends_the_engine_and_a_damaged_picture_does_not() -> None:
+    def failing(error: Exception) -> Callable[[], Generator[None, None, Tensor]]:
+        def work() -> Generator[None, None, Tensor]:
+            yield
+            raise error
+
+        return work
+
+    looks = Looks()
+    done = looks.add(failing(ValueError("odd"))())
+    looks.advance()
+    looks.advance()
+    assert isinstance(done.exception(0), StepError)
+    lost, left = looks.add(failing(DeviceError("the GPU has failed"))()), looks.add(failing(ValueError())())
+    looks.advance()
+    with pytest.raises(DeviceError):
+        looks.advance()
+    assert isinstance(lost.exception(0), DeviceError)
+    assert looks.pending
+    looks.end(StepError("over"))
+    assert isinstance(left.exception(0), StepError)
