@@ -121,7 +121,7 @@ THIMBLE_API int thimble_host_prefetching(void* host) { return host_of(host).cach
 // The names of thimble_host_counters' values, in its order.
 THIMBLE_API const char* thimble_host_counter_names() {
   return "hits misses prefetch_issued prefetch_useful prefetch_wasted demand_read_bytes prefetch_read_bytes disk_wait_ns "
-         "total_ns evictions slots_total slots_used";
+         "total_ns evictions slots_total slots_used sweep_blocks sweep_wait_ns";
 }
 
 THIMBLE_API void thimble_host_counters(void* host, int64_t* out) {
@@ -140,7 +140,9 @@ THIMBLE_API void thimble_host_counters(void* host, int64_t* out) {
                             times.total_ns.load(),
                             slots.evictions,
                             h.cache->slots(),
-                            h.cache->slots_used()};
+                            h.cache->slots_used(),
+                            counts.sweep_blocks,
+                            counts.sweep_wait_ns};
   std::memcpy(out, values, sizeof values);
 }
 

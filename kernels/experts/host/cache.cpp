@@ -86,7 +86,7 @@ Cache::Found Cache::demand(Key key, Why why, bool alone, Waiter* waiter, int tag
       table_.lease(key, lease, why);
       if (slot->state == State::ready) return Found::ready;
     } else if (load(key, alone ? Why::demand : why, lease)) {
-      demands_.push_back({key, *lease, true, false});
+      demands_.push_back({key, *lease, Source::step});
     } else {
       room_waiter_ = waiter;
       return Found::no_room;
@@ -99,26 +99,27 @@ Cache::Found Cache::demand(Key key, Why why, bool alone, Waiter* waiter, int tag
 }
 
 void Cache::demands_made() {
-  bool hinted;
+  bool more;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     demanding_ = false;
     hints_from_ = Clock::time_point::min();
-    hinted = may_read_ahead();
+    more = may_read_more();
   }
-  if (hinted) work_.notify_all();  // readers that wake for nothing take a core from a worker in the middle of a step
+  if (more) work_.notify_all();  // readers that wake for nothing take a core from a worker in the middle of a step
 }
 
 void Cache::end_step(int64_t waited_ns) {
-  bool hinted;
+  bool more;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    in_step_ = demanding_ = hints_stuck_ = false;
+    in_step_ = demanding_ = false;
     room_waiter_ = nullptr;
+    unstick();
     if (!sweep_) trial_.step(waited_ns);
-    hinted = may_read_ahead();
+    more = may_read_more();
   }
-  if (hinted) work_.notify_all();
+  if (more) work_.notify_all();
 }
 
 void Cache::release(const Lease& lease) {
@@ -128,7 +129,8 @@ void Cache::release(const Lease& lease) {
     const bool released = table_.release(lease);
     assert(released);
     (void)released;
-    unstuck = std::exchange(hints_stuck_, false);
+    unstuck = hints_stuck_ || expected_stuck_ || feed_.stuck();
+    unstick();
   }
   if (unstuck) work_.notify_one();
 }
@@ -143,16 +145,24 @@ void Cache::prefetch(int layer, const Key* keys, size_t count) {
   work_.notify_all();
 }
 
-// Under the lock. One reader is left for what may be demanded next.
-bool Cache::may_prefetch() const {
-  return !hints_.empty() && !demanding_ && !room_waiter_ && !hints_stuck_ && demands_.empty() &&
-         reading_ == prefetching_ && prefetching_ < std::max(1, options_.readers - 1);
+// Under the lock, as all of the following. One reader is left for what may be demanded next.
+bool Cache::a_reader_stays_free() const {
+  return reading(Source::hint) + reading(Source::expected) + reading(Source::warm) < std::max(1, options_.readers - 1);
 }
 
-// Under the lock. Not while a step reads: the last of its blocks would come later.
+bool Cache::may_prefetch() const {
+  return !hints_.empty() && !hints_stuck_ && step_needs_nothing() && reading(Source::feed) == 0 && a_reader_stays_free();
+}
+
+// Not while a feed reads either: the last of its blocks would come later.
 bool Cache::may_warm() const {
-  return !warm_.empty() && !demanding_ && !room_waiter_ && demands_.empty() && reading_ == prefetching_ &&
-         prefetching_ < std::max(1, options_.readers - 1);
+  return !warm_.empty() && step_needs_nothing() && reading(Source::feed) == 0 && a_reader_stays_free();
+}
+
+// A slot may be had again.
+void Cache::unstick() {
+  hints_stuck_ = expected_stuck_ = false;
+  feed_.try_again();
 }
 
 std::vector<Key> Cache::resident() const {
@@ -194,6 +204,11 @@ SlotCounts Cache::slot_counts() const {
   return table_.counts();
 }
 
+int Cache::slots_for_steps() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return table_.size() - feed_.most();
+}
+
 int Cache::slots_used() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return table_.used();
@@ -202,10 +217,11 @@ int Cache::slots_used() const {
 std::string Cache::check() const {
   std::lock_guard<std::mutex> lock(mutex_);
   std::string wrong = table_.check();
-  int loading = 0;
+  int loading = 0, reading = 0;
+  for (const int reads : reading_) reading += reads;
   for (int slot = 0; slot < table_.size(); slot++) loading += table_.at(slot).state == State::loading;
-  if (wrong.empty() && loading != reading_ + int(demands_.size()))
-    wrong = std::to_string(loading) + " slots are loading, but " + std::to_string(reading_) + " reads are under way and " +
+  if (wrong.empty() && loading != reading + int(demands_.size()))
+    wrong = std::to_string(loading) + " slots are loading, but " + std::to_string(reading) + " reads are under way and " +
             std::to_string(demands_.size()) + " wait";
   return wrong;
 }
@@ -219,9 +235,9 @@ std::string Cache::take_notice() {
 }
 
 // Under the lock. The evicted block's last lease was given back under the lock too, so nobody reads it while it is poisoned.
-bool Cache::load(Key key, Why why, Lease* lease) {
+bool Cache::load(Key key, Why why, Lease* lease, bool for_feed) {
   bool evicted;
-  if (!table_.load(key, why, lease, &evicted)) return false;
+  if (!table_.load(key, why, lease, &evicted, for_feed)) return false;
   if (evicted && options_.poison) std::memset(arena_.slot(lease->slot), POISON, size_t(catalog_.shape.block_bytes));
   return true;
 }
@@ -241,8 +257,12 @@ bool Cache::next_read(std::unique_lock<std::mutex>& lock, Read* read) {
       return true;
     }
     const bool hinted = may_prefetch();
-    if (hinted && hints_from_ <= Clock::now()) {
+    if (may_feed()) {
+      if (take_missing(read)) return true;
+    } else if (hinted && hints_from_ <= Clock::now()) {
       if (take_hint(read)) return true;
+    } else if (may_expect()) {
+      if (take_expected(read)) return true;
     } else if (may_warm()) {
       if (take_warm(read)) return true;
     } else if (hinted) {
@@ -261,7 +281,7 @@ bool Cache::take_hint(Read* read) {
     hints_.pop();
     return false;
   }
-  *read = {key, {}, false, false};
+  *read = {key, {}, Source::hint};
   hints_stuck_ = !load(key, Why::prefetch, &read->lease);
   if (!hints_stuck_) hints_.pop();
   return !hints_stuck_;
@@ -271,41 +291,40 @@ bool Cache::take_hint(Read* read) {
 bool Cache::take_warm(Read* read) {
   if (!table_.free()) {
     warm_.clear();
-    if (!warming_) table_.used_before(std::exchange(warm_order_, {}));
+    if (!reading(Source::warm)) table_.used_before(std::exchange(warm_order_, {}));
     return false;
   }
   const Key key = warm_.front();
   warm_.pop_front();
   if (table_.find(key)) return false;
-  *read = {key, {}, false, true};
+  *read = {key, {}, Source::warm};
   return load(key, Why::warm, &read->lease);
 }
 
 // Called and left with the lock, which is open while the disk is read and while waiters are told.
 void Cache::fill(const Read& read, std::unique_lock<std::mutex>& lock) {
-  reading_++;
-  prefetching_ += !read.demanded;
-  warming_ += read.warm;
+  reading_[size_t(read.source)]++;
   lock.unlock();
   const std::string error = blocks_.read(read.key, arena_.slot(read.lease.slot));
   if (options_.read_delay_us) std::this_thread::sleep_for(std::chrono::microseconds(options_.read_delay_us));
   lock.lock();
-  reading_--;
-  prefetching_ -= !read.demanded;
-  warming_ -= read.warm;
-  hints_stuck_ = false;
-  (read.demanded ? counts_.demand_read_bytes : counts_.prefetch_read_bytes) += catalog_.shape.block_bytes;
+  reading_[size_t(read.source)]--;
+  unstick();
+  (read.demanded() ? counts_.demand_read_bytes : counts_.prefetch_read_bytes) += catalog_.shape.block_bytes;
   const bool expected = table_.arrived(read.lease, error.empty());
   assert(expected);
   (void)expected;
-  if (read.warm && error.empty()) table_.release(read.lease);
-  if (read.warm && warm_.empty() && !warming_) table_.used_before(std::exchange(warm_order_, {}));
+  const bool warm = read.source == Source::warm;
+  if (warm && error.empty()) table_.release(read.lease);
+  if (warm && warm_.empty() && !reading(Source::warm)) table_.used_before(std::exchange(warm_order_, {}));
   const Answer answer = std::exchange(answers_[size_t(read.lease.slot)], Answer{});
+  const bool fed = feed_.arrived(read.lease, read.key, error);
   // Room can have come about only if nobody leases what arrived.
-  Waiter* const waits_for_room = answer.waiter && error.empty() ? nullptr : std::exchange(room_waiter_, nullptr);
-  const bool idle = read.demanded && may_read_ahead();
+  Waiter* const waits_for_room = (answer.waiter || fed) && error.empty() ? nullptr : std::exchange(room_waiter_, nullptr);
+  const bool more = read.demanded() && may_read_more();
   lock.unlock();
-  if (idle) work_.notify_all();
+  if (more) work_.notify_all();
+  if (fed) fed_.notify_one();
   if (answer.waiter) answer.waiter->arrived(answer.tag, error);
   if (waits_for_room) waits_for_room->room();
   lock.lock();

@@ -1,7 +1,8 @@
 // Expert blocks in RAM: slots, their memory, and the threads that fill them from disk. Owns all three and the one lock
 // that guards them; whoever holds a lease may read the slot's bytes without it.
 //
-// Threads: the step's (owner and workers) call demand and release; anyone calls prefetch; readers run here.
+// Threads: the step's (owner and workers) call demand and release; one feeds a sweep, between steps or beside them (feed.h says
+// what comes first); anyone calls prefetch; readers run here.
 //
 // What orders what
 //   read -> use       a reader writes a slot only while it is loading, then turns it ready under the lock. Whoever leases it
@@ -13,6 +14,7 @@
 //                     waits for room; one reader is kept free of prefetch (if there are two).
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -22,6 +24,7 @@
 
 #include "kernels/experts/host/arena.h"
 #include "kernels/experts/host/blocks.h"
+#include "kernels/experts/host/feed.h"
 #include "kernels/experts/host/hints.h"
 #include "kernels/experts/host/slots.h"
 #include "kernels/experts/host/sweep.h"
@@ -51,6 +54,7 @@ struct CacheOptions {
 
 struct CacheCounts {
   int64_t hits = 0, misses = 0, demand_read_bytes = 0, prefetch_read_bytes = 0;
+  int64_t sweep_blocks = 0, sweep_wait_ns = 0;  // handed out by feeds, and how long these were waited for
 };
 
 class Cache {
@@ -76,6 +80,20 @@ class Cache {
   // No lease is out but a partner's; nothing demanded is on its way. The step waited for the disk that long.
   void end_step(int64_t waited_ns);
 
+  // A feed of one layer's blocks begins (feed.h); no other is open. At most `ahead` blocks are leased to it at once, fewer if
+  // slots are few. False, and nothing is begun, if there is no slot for it beside a step's.
+  bool begin_feed(int layer, const int32_t* counts, int64_t tokens, int ahead);
+  // Up to `most` blocks, at least one, as soon as there is one. 0: none is left, or some must be given back before another
+  // can come (feed_over() says which). -1: one could not be had, *error says which.
+  int take(int64_t timeout_ns, int most, Feed::Block* out, std::string* error);
+  bool feed_over() const;
+  bool give_back(const int64_t* numbers, int count);  // false if one is not out
+  // Whatever is out is given back. If blocks were left, nothing is expected any more.
+  void end_feed();
+  // The sweep will need these blocks of one layer next. Read while no demanded block waits, into free slots and such as hold
+  // nothing but what a sweep has done with. They take the place of those expected before.
+  void expect(const Key* keys, size_t count);
+
   // Blocks of a layer that may be needed soon, the likeliest first.
   void prefetch(int layer, const Key* keys, size_t count);
 
@@ -94,27 +112,40 @@ class Cache {
   CacheCounts counts() const;
   SlotCounts slot_counts() const;
   int slots() const { return table_.size(); }
+  int slots_for_steps() const;  // whatever a feed does
   int slots_used() const;
   std::string check() const;  // empty, or what is wrong with the bookkeeping
   std::string take_notice();  // once each
 
  private:
   using Clock = std::chrono::steady_clock;
+  enum class Source : int { step, feed, hint, expected, warm };  // the first goes first
   struct Read {
     Key key;
     Lease lease;
-    bool demanded, warm;
+    Source source;
+    bool demanded() const { return source == Source::step || source == Source::feed; }
   };
 
   void stop();
   void read_forever();
   bool next_read(std::unique_lock<std::mutex>&, Read*);
+  int reading(Source source) const { return reading_[size_t(source)]; }
+  bool a_reader_stays_free() const;
+  bool step_needs_nothing() const;
+  bool may_feed() const { return feed_.may_start() && step_needs_nothing(); }
   bool may_prefetch() const;
+  bool may_expect() const;
   bool may_warm() const;
-  bool may_read_ahead() const { return may_prefetch() || may_warm(); }
+  bool may_read_more() const { return may_feed() || may_prefetch() || may_expect() || may_warm(); }
+  void unstick();
+  void drop_expected();
+  void feed_gave_room(std::unique_lock<std::mutex>&);
+  bool take_missing(Read*);
   bool take_hint(Read*);
+  bool take_expected(Read*);
   bool take_warm(Read*);
-  bool load(Key, Why, Lease*);
+  bool load(Key, Why, Lease*, bool for_feed = false);
   void fill(const Read&, std::unique_lock<std::mutex>&);
 
   const Catalog& catalog_;
@@ -125,7 +156,7 @@ class Cache {
   SlotTable table_;
 
   mutable std::mutex mutex_;  // guards everything below, and table_
-  std::condition_variable work_;
+  std::condition_variable work_, fed_;  // something to read; something for the feed's caller
   std::deque<Read> demands_;
   Hints hints_;
   Clock::time_point hints_from_;  // when hints may be taken up
@@ -141,10 +172,13 @@ class Cache {
   bool demanding_ = false;  // between begin_step and demands_made
   bool hints_stuck_ = false;  // the first hint found no slot, and none has become free since
   bool stopping_ = false;
-  int prefetching_ = 0, reading_ = 0;  // the first: hinted and warm ones
+  std::array<int, 5> reading_{};  // of each source
+  Feed feed_;
+  std::deque<Key> expected_;          // yet to be read, in the order of the file
+  std::vector<Key> expected_marks_;   // all of them, which the table spares
+  bool expected_stuck_ = false;       // as hints_stuck_
   std::deque<Key> warm_;           // yet to be read, in the order of the file
   std::vector<Key> warm_order_;    // all of them, as they were given
-  int warming_ = 0;
   CacheCounts counts_;
   std::vector<std::thread> readers_;
 };

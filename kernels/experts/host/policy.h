@@ -11,8 +11,10 @@ using Key = int32_t;  // layer * experts of a layer + expert
 constexpr Key NO_KEY = -1;
 
 // A sweep is a step of many tokens, a piece of a prompt: it goes through most of a layer's experts once (sweep.h). Warm: the
-// block was in RAM before a restart; it only ever gets a free slot.
-enum class Why : int { demand, prefetch, sweep, warm };
+// block was in RAM before a restart; it only ever gets a free slot. Expected: a sweep will need it in its next layer.
+enum class Why : int { demand, prefetch, sweep, warm, expected };
+
+constexpr bool is_guess(Why why) { return why == Why::prefetch || why == Why::expected; }
 
 class Evictable {
  public:
@@ -28,8 +30,8 @@ class Policy {
   virtual void loaded(int slot, Key, Why) = 0;  // a block begins to live in the slot
   virtual void used(int slot, Why) = 0;         // the router named the block
   virtual void left(int slot) = 0;              // it was evicted, or its read failed
-  // The slot to empty for that block, one for which evictable() holds; -1 if there is none. A sweep's block, and a hinted
-  // one, may have to wait although there is; a demanded one never.
+  // The slot to empty for that block, one for which evictable() holds; -1 if there is none. A sweep's block, a hinted one
+  // and an expected one may have to wait although there is; a demanded one never.
   virtual int victim(const Evictable&, Key, Why) = 0;
 };
 

@@ -20,7 +20,7 @@ class Decay : public Policy {
 
   void loaded(int slot, Key key, Why why) override {
     key_[size_t(slot)] = key;
-    if (why != Why::prefetch) count(key);
+    if (!is_guess(why)) count(key);
     order_.emplace(value_[size_t(key)], slot);
   }
   void used(int slot, Why) override {

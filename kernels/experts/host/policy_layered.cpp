@@ -6,7 +6,8 @@
 // A sweep names most of a layer at once, which says little of each (of those that many of its tokens name, it says more: they
 // come here as demanded, see sweep.h). It raises a block to half a use at most, and no time passes in it, so it evicts nothing
 // that decode has named within the last half-life, however long the prompt. It may take some room of more value, lest it read
-// one block at a time; when it has that, it waits for its own to be done.
+// one block at a time; when it has that, it waits for its own to be done. What it expects of its next layer counts as swept, and
+// takes a free slot or one of no more value.
 //
 // A hinted block stays out of it until its layer's turn has passed; if it was not named then, it has what its past is worth,
 // mostly nothing, and leaves first. Hints wait when they have an eighth of the slots.
@@ -40,7 +41,7 @@ class Layered : public Policy {
       hinted_slots_++;
       return;
     }
-    set_swept(slot, why == Why::sweep);
+    set_swept(slot, why == Why::sweep || why == Why::expected);
     count(key, why);
     order(key).emplace(value_[size_t(key)], slot);
   }
@@ -63,7 +64,8 @@ class Layered : public Policy {
     if (why == Why::demand || why == Why::sweep) turn(key);
     if (why == Why::prefetch && hinted_slots_ >= most_hinted_) return -1;
     int found = -1;
-    double least = why == Why::sweep && swept_slots_ >= most_swept_ ? HALF + 1e-9 : INFINITY;
+    const bool of_its_own = why == Why::expected || (why == Why::sweep && swept_slots_ >= most_swept_);
+    double least = of_its_own ? HALF + 1e-9 : INFINITY;
     for (size_t layer = 0; layer < orders_.size(); layer++) {
       for (const auto& [value, slot] : orders_[layer]) {
         const double now = value - rate_ * clock_[layer];
@@ -119,7 +121,7 @@ class Layered : public Policy {
   // As in policy_decay.cpp, the logarithm of what the value would be at time 0 had it grown instead of halving.
   void count(Key key, Why why) {
     double& value = value_[size_t(key)];
-    if (why == Why::warm) {
+    if (why == Why::warm || why == Why::expected) {
       value = std::max(value, HALF + rate_ * clock_[size_t(key / experts_)]);
       return;
     }

@@ -5,7 +5,7 @@
 namespace thimble {
 
 SlotTable::SlotTable(int slots, int keys, std::unique_ptr<Policy> policy)
-    : slots_(size_t(slots)), of_key_(size_t(keys), -1), policy_(std::move(policy)) {
+    : slots_(size_t(slots)), of_key_(size_t(keys), -1), wanted_(size_t(keys), Wanted::no), policy_(std::move(policy)) {
   for (int slot = slots - 1; slot >= 0; slot--) free_.push_back(slot);
 }
 
@@ -33,7 +33,7 @@ bool SlotTable::lease(Key key, Lease* lease, Why why) {
   return true;
 }
 
-bool SlotTable::load(Key key, Why why, Lease* lease, bool* evicted) {
+bool SlotTable::load(Key key, Why why, Lease* lease, bool* evicted, bool for_feed) {
   *evicted = false;
   if (of_key_[size_t(key)] >= 0) return false;
   int slot;
@@ -41,9 +41,8 @@ bool SlotTable::load(Key key, Why why, Lease* lease, bool* evicted) {
     slot = free_.back();
     free_.pop_back();
   } else {
-    slot = policy_->victim(*this, key, why);
-    // The policy proposes, the table disposes: no policy can evict what is leased or loading.
-    if (slot < 0 || !evictable(slot)) return false;
+    slot = victim(key, why, for_feed);
+    if (slot < 0) return false;
     counts_.evictions++;
     empty(slot);
     *evicted = true;
@@ -52,14 +51,33 @@ bool SlotTable::load(Key key, Why why, Lease* lease, bool* evicted) {
   s.state = State::loading;
   s.key = key;
   s.generation++;
-  s.leases = why != Why::prefetch;
-  s.unproven = why == Why::prefetch;
+  s.leases = !is_guess(why);
+  s.unproven = is_guess(why);
   s.used_at = why == Why::demand || why == Why::sweep ? ++clock_ : 0;
-  counts_.prefetch_issued += why == Why::prefetch;
+  counts_.prefetch_issued += is_guess(why);
   of_key_[size_t(key)] = slot;
   policy_->loaded(slot, key, why);
   *lease = {slot, s.generation};
   return true;
+}
+
+int SlotTable::victim(Key key, Why why, bool for_feed) {
+  if (is_guess(why)) return victim(key, why, Wanted::no);
+  if (for_feed) {
+    const int slot = victim(key, why, Wanted::no);
+    return slot >= 0 ? slot : victim(key, why, Wanted::next);
+  }
+  const int slot = victim(key, why, Wanted::now);
+  if (slot < 0 || wanted_[size_t(at(slot).key)] == Wanted::no) return slot;
+  const int other = victim(key, Why::expected, Wanted::no);
+  return other >= 0 ? other : slot;
+}
+
+// The policy proposes, the table disposes: no policy can evict what is leased or loading.
+int SlotTable::victim(Key key, Why why, Wanted most) {
+  most_wanted_ = most;
+  const int slot = policy_->victim(*this, key, why);
+  return slot >= 0 && evictable(slot) ? slot : -1;
 }
 
 bool SlotTable::arrived(const Lease& lease, bool ok) {

@@ -11,6 +11,7 @@
 // older one is refused by every call, so a late message cannot touch a slot's next life.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,9 @@
 namespace thimble {
 
 enum class State : int { free, loading, ready };
+
+// Whether a sweep will still lease a block, in this layer or in its next one: it is spared while other room may be had.
+enum class Wanted : uint8_t { no, next, now };
 
 struct Slot {
   State state = State::free;
@@ -52,9 +56,11 @@ class SlotTable final : private Evictable {
   // Takes a lease of a block that is here or on its way. False if it is neither.
   bool lease(Key, Lease*, Why = Why::demand);
   // Gives a block that is neither a slot to load into: a free one, else one whose block is ready and not leased, which is
-  // thereby evicted (*evicted says so). Unless for prefetch, with a lease. False, and nothing changed, if there is no such
-  // slot, or the policy would rather wait.
-  bool load(Key, Why, Lease*, bool* evicted);
+  // thereby evicted (*evicted says so). Unless for a guess, with a lease. False, and nothing changed, if there is no such
+  // slot, or the policy would rather wait. A guess never takes a wanted block's slot, a feed (feed.h) that of one wanted next
+  // at most, a step any, but none of these before what a sweep has done with.
+  bool load(Key, Why, Lease*, bool* evicted, bool for_feed = false);
+  void want(Key key, Wanted wanted) { wanted_[size_t(key)] = wanted; }
   // The read has ended. False if the lease is not of a load under way.
   bool arrived(const Lease&, bool ok);
   // False if the lease is not of this life of the slot, or none is out.
@@ -71,14 +77,18 @@ class SlotTable final : private Evictable {
  private:
   bool evictable(int slot) const override {
     const Slot& s = at(slot);
-    return s.state == State::ready && s.leases == 0;
+    return s.state == State::ready && s.leases == 0 && wanted_[size_t(s.key)] <= most_wanted_;
   }
   Slot* current(const Lease&);
   void empty(int slot);
+  int victim(Key, Why, Wanted most);
+  int victim(Key, Why, bool for_feed);
 
   std::vector<Slot> slots_;
   std::vector<int> of_key_;  // slot of a key, or -1
   std::vector<int> free_;
+  std::vector<Wanted> wanted_;       // of a key
+  Wanted most_wanted_ = Wanted::now;  // of what the load in hand may evict
   std::unique_ptr<Policy> policy_;
   SlotCounts counts_;
   uint64_t clock_ = 0;

@@ -20,6 +20,8 @@ class Why(IntEnum):
     DEMAND = 0
     PREFETCH = 1
     SWEEP = 2
+    WARM = 3
+    EXPECTED = 4
 
 
 @dataclass(frozen=True)

@@ -183,10 +183,10 @@ void Step::demand_all() {
   workers_.signal();
 }
 
-// Under mutex_: the partner's share of the experts in RAM, and where it finds every result. One slot is never lent, so that
-// what waits for room gets some.
+// Under mutex_: the partner's share of the experts in RAM, and where it finds every result. One slot is never lent, nor one that a
+// feed may hold, so that what waits for room gets some.
 void Step::lend() {
-  const int most = std::min(int(ready_.size()), cache_.slots() - 1);
+  const int most = std::min(int(ready_.size()), cache_.slots_for_steps() - 1);
   const int count = std::min(most, partner_->share(int(ready_.size()), int(waiting_.size())));
   std::vector<int> item_of_job(job_count_, -1);
   items_.clear();

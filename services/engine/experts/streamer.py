@@ -31,7 +31,10 @@ LEAST_READERS = 2  # of those found at start: one is kept free of prefetch
 
 @dataclass(frozen=True)
 class Counters:
-    """What happened since the start. A lookup is one distinct expert of one step; a hit found its block in RAM."""
+    """What happened since the start. A lookup is one distinct expert of one step; a hit found its block in RAM.
+
+    `sweep_blocks`: handed to a GPU that reads a prompt. `disk_wait_s` is of steps and of such sweeps.
+    """
 
     hits: int
     misses: int
@@ -45,6 +48,7 @@ class Counters:
     evictions: int
     slots_total: int
     slots_used: int
+    sweep_blocks: int = 0
 
 
 class Experts(Protocol):
@@ -157,7 +161,8 @@ class HostExperts:
         self._tell()
         values = self.host.counters()
         waited, total = values.pop("disk_wait_ns") * 1e-9, values.pop("total_ns") * 1e-9
-        return Counters(**values, disk_wait_s=waited, compute_s=total - waited)
+        swept = values.pop("sweep_wait_ns") * 1e-9
+        return Counters(**values, disk_wait_s=waited + swept, compute_s=total - waited)
 
     def check(self) -> None:
         self.host.check()
