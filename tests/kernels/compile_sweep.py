@@ -4,6 +4,7 @@ import triton.language as tl
 
 from kernels.block import BlockLayout
 from kernels.experts import prefill, prefill_kernels
+from kernels.mamba import sweep as mamba_sweep
 
 LAYOUT = BlockLayout(latent=1024, width=2688)
 EXPERTS = {
@@ -14,7 +15,30 @@ EXPERTS = {
     "OPERAND": tl.bfloat16,
 }
 
+HEADS, ROWS, CHANNELS = 128, 18560, 10240  # of a Mamba layer; a sequence's states of all 40 layers lie side by side
+
 SWEEP = [
+    (
+        mamba_sweep.convolve_kernel,
+        "projected:*fp32 segments:*i32 conv_state:*fp32 weight:*fp32 bias:*fp32",
+        {"STRIDE": ROWS, "STATE_STRIDE": 40 * CHANNELS * 3, "FIRST": 8192, "CHANNELS": CHANNELS, "TAPS": 4}
+        | {"PADDED": 4, "ROWS": mamba_sweep.CONV_ROWS, "TILE": mamba_sweep.CONV_CHANNELS},
+        mamba_sweep.CONV_WARPS,
+    ),
+    (
+        mamba_sweep.steps_and_decays_kernel,
+        "dt:*fp32 dt_bias:*fp32 a:*fp32 steps:*fp32 tokens:i32",
+        {"STRIDE": ROWS, "HEADS": HEADS, "TOKENS": mamba_sweep.STEPS_TOKENS, "TILE": mamba_sweep.STEPS_HEADS},
+        mamba_sweep.STEPS_WARPS,
+    ),
+    (
+        mamba_sweep.sequential_kernel,
+        "projected:*fp32 segments:*i32 steps:*fp32 tokens:i32 ssm_state:*fp32 d:*fp32 y:*fp32",
+        {"STRIDE": ROWS, "STATE_STRIDE": 40 * HEADS * 64 * 128, "Y_STRIDE": ROWS, "HEADS": HEADS, "HEAD_DIM": 64}
+        | {"STATE": 128, "GROUPS": 8, "PART": mamba_sweep.PART, "OUTER": 2, "INNER": 2, "LANES": 8}
+        | {"STAGES": mamba_sweep.STAGES},
+        mamba_sweep.WARPS,
+    ),
     (
         prefill_kernels.up_kernel,
         "ring:*u8 items:*i32 starts:*i32 rows:*i32 x:*bf16 scale_2:*fp32 h:*bf16",
