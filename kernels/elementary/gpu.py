@@ -3,9 +3,12 @@
 Written out in roundings that IEEE 754 fixes, since a card's own approximations differ from generation to generation.
 """
 
+import os
+
 import triton
 import triton.language as tl
 
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN2_HIGH = tl.constexpr(0.693359375)  # 10 bits: exact times any exponent
 _LN2_LOW = tl.constexpr(-2.12194440e-4)
@@ -65,3 +68,13 @@ def softplus(x):
 def inverse_root(mean, eps):
     """1 / sqrt(mean + eps)."""
     return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+
+
+@triton.jit
+def bfloat16(x):
+    """float32 -> bfloat16, to the nearest, ties to even. The interpreter's own conversion rounds otherwise."""
+    if _INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x == x, rounded, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return x.to(tl.bfloat16)

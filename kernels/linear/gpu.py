@@ -70,6 +70,11 @@ class Linear:
         return Linear(form, weight.shape[0], columns, words, scales, factor * _UNPACKING.get(form, 1.0))
 
     @property
+    def scale(self) -> float:
+        """The tensor's own scale: `factor` without what decode's unpacking leaves out."""
+        return self.factor / _UNPACKING.get(self.format, 1.0)
+
+    @property
     def size_bytes(self) -> int:
         return self.weight.nbytes + self.scales.nbytes
 

@@ -4,7 +4,9 @@ import triton.language as tl
 
 from kernels.block import BlockLayout
 from kernels.experts import prefill, prefill_kernels
+from kernels.linear import sweep as linear_sweep
 from kernels.mamba import sweep as mamba_sweep
+from kernels.norm import sweep as norm_sweep
 
 LAYOUT = BlockLayout(latent=1024, width=2688)
 EXPERTS = {
@@ -14,6 +16,19 @@ EXPERTS = {
     "ROWS": prefill.ROWS,
     "OPERAND": tl.bfloat16,
 }
+
+WEIGHTS = {"NVFP4": "*u8", "FP8": "*i16", "BF16": "*bf16", "F16": "*fp16", "F32": "*fp32"}
+
+
+def linear(form: str, rows: int, columns: int, finish: str, out: str, precise: bool = False) -> tuple:
+    made = linear_sweep.tiles(form, precise)
+    arguments = (
+        f"x:{'*fp32' if precise else '*bf16'} weight:{WEIGHTS[form]} scales:*u8 factor:fp32 out:{out} tokens:i32"
+    )
+    constants = {"K": columns, "ROWS": rows, "OUT_STRIDE": rows, "FORMAT": form, "FINISH": finish, "PRECISE": precise}
+    constants |= {"BM": made.bm, "BN": made.bn, "BK": made.bk, "STAGES": made.stages}
+    return linear_sweep.sweep_kernel, arguments, constants, made.warps
+
 
 HEADS, ROWS, CHANNELS = 128, 18560, 10240  # of a Mamba layer; a sequence's states of all 40 layers lie side by side
 
@@ -38,6 +53,26 @@ SWEEP = [
         | {"STATE": 128, "GROUPS": 8, "PART": mamba_sweep.PART, "OUTER": 2, "INNER": 2, "LANES": 8}
         | {"STAGES": mamba_sweep.STAGES},
         mamba_sweep.WARPS,
+    ),
+    linear("FP8", 18560, 4096, "store", "*fp32"),
+    linear("FP8", 4096, 8192, "add", "*fp32"),
+    linear("NVFP4", 5376, 4096, "relu2", "*bf16"),
+    linear("NVFP4", 4096, 5376, "add", "*fp32"),
+    linear("BF16", 4096, 4096, "store", "*bf16"),
+    linear("F16", 512, 4096, "store", "*fp32"),
+    linear("F32", 512, 4096, "store", "*fp32"),
+    *[linear(form, 512, 4096, "store", "*fp32", precise=True) for form in ("NVFP4", "FP8", "BF16", "F32")],
+    (
+        norm_sweep.sweep_rms_norm_kernel,
+        "x:*fp32 weight:*fp32 out:*bf16 eps:fp32",
+        {"K": 4096, "PADDED": 4096},
+        norm_sweep.WARPS,
+    ),
+    (
+        norm_sweep.sweep_gated_norm_kernel,
+        "y:*fp32 y_stride:i32 z:*fp32 z_stride:i32 weight:*fp32 out:*bf16 eps:fp32",
+        {"N": 8192, "GROUP": 1024, "PADDED": 1024},
+        norm_sweep.WARPS,
     ),
     (
         prefill_kernels.up_kernel,
