@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from kernels.build import BuildError
 from kernels.workers.pool import SPIN_US, native
 from services.engine.config import EngineConfig
-from services.engine.errors import DeviceError
+from services.engine.errors import DeviceError, MemoryPlanError
 from services.engine.exchange import mark
 from services.engine.experts.copies import copies, folders_of
 from services.engine.experts.store import Store
@@ -34,7 +34,7 @@ from services.engine.metrics import Metrics
 from services.engine.model import Model
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PagePool
-from services.engine.plan import GB, Machine, make_plan
+from services.engine.plan import GB, Machine, Plan, make_plan
 from services.engine.reading import Network
 from services.engine.request import Info
 from services.engine.scheduler import Scheduler
@@ -42,7 +42,9 @@ from services.engine.snapshots.hot import HotStates
 from services.engine.snapshots.payload import PayloadFormat
 from services.engine.state import State
 from services.engine.vision.cache import PictureCache
-from services.engine.vision.sight import Sight
+from services.engine.vision.device import DeviceTower
+from services.engine.vision.sight import Read, Sight
+from services.engine.vision.weights import VisionWeights
 
 SYNTHETIC = "synthetic"
 RESTARTS = "RESTARTED_ENGINE"  # in the environment of a process that follows one whose GPU failed: how many there were
@@ -123,7 +125,8 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         sight = None
         if weights is not None:
             kept = PictureCache(int(config.picture_cache_gb * GB))
-            sight = Sight(weights, kept, lambda result: metrics.pictures[result,].inc())
+            read = _reader(weights, plan, experts, say)
+            sight = Sight(weights, kept, lambda result: metrics.pictures[result,].inc(), read)
         chunk_tokens = min(config.prefill_chunk_tokens, DEVICE_CHUNK_TOKENS if on_gpu else config.prefill_chunk_tokens)
         scheduler = Scheduler(network, pool, hot, metrics, plan.sequences, chunk_tokens, new_state)
         if isinstance(experts, HostExperts):
@@ -151,6 +154,20 @@ def _on_gpu(config: EngineConfig, say: Callable[[str], None]) -> bool:
         say(f"the CPU computes: {error}")
         return False
     return True
+
+
+def _reader(weights: VisionWeights, plan: Plan, experts: Experts, say: Callable[[str], None]) -> Read | None:
+    """Reads pictures on the card, if the plan has room for that and the system gives it."""
+    if plan.device is None or not plan.device.sees:
+        return None
+    assert isinstance(experts, HostExperts)  # else the GPU would not run
+    try:
+        tower = DeviceTower(weights, torch.device("cuda"), resident=plan.vision_resident)
+    except MemoryPlanError as error:
+        say(f"pictures are read by the processor: {error}")
+        return None
+    experts.closing.append(tower.close)
+    return tower.embed
 
 
 def served_name(store: Store, chosen: str = "") -> str:

@@ -16,6 +16,8 @@ from services.engine.gpu.plan import DevicePlan, plan_device
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PAGE_TOKENS, page_bytes, pages_for
 from services.engine.state import state_bytes
+from services.engine.vision.pieces import Pieces
+from services.engine.vision.ring import ring_bytes
 from services.engine.vision.sight import reading_bytes
 from services.engine.weights import dense_tensors
 
@@ -65,6 +67,7 @@ class Plan:
     ledger: tuple[tuple[str, int], ...]  # what takes how many bytes of RAM
     available_bytes: int
     device: DevicePlan | None  # what runs on a card, if it does
+    vision_resident: bool = False  # the tower's weights stay in RAM, page-locked for the card
 
     @property
     def rows(self) -> list[tuple[str, int]]:
@@ -99,11 +102,14 @@ def make_plan(config: EngineConfig, store: Store, machine: Machine, card_free_by
     rest = (
         *(() if device else on_the_cpu),
         ("hot states and snapshots on their way, at most", transit_bytes),
-        *_pictures(config, store),
+        *_pictures(config, store, device is not None and device.sees),
     )
     room_bytes = machine.available_bytes - sum(size for _, size in rest)
     slots, blocks = _slots(config, store, room_bytes, machine.pinned_bytes), sum(map(len, store.blocks))
     experts = (f"experts, {slots} of {blocks} blocks", slots * store.layout.block_bytes)
+    resident_bytes = _resident_bytes(store, device, machine, experts[1] if slots == blocks else None, room_bytes)
+    if resident_bytes:
+        rest = (*rest, ("the rest of the vision weights, which stay", resident_bytes))
     plan = Plan(
         workers=config.workers or max(1, machine.cores - 2),
         readers=config.readers,
@@ -117,6 +123,7 @@ def make_plan(config: EngineConfig, store: Store, machine: Machine, card_free_by
         ledger=(experts, *rest),
         available_bytes=machine.available_bytes,
         device=device,
+        vision_resident=resident_bytes > 0,
     )
     if experts[1] > room_bytes:
         names = ", ".join(variable(name) for name in ("expert_cache_gb", "kv_gb", "hot_states_gb", "max_sequences"))
@@ -125,11 +132,27 @@ def make_plan(config: EngineConfig, store: Store, machine: Machine, card_free_by
     return plan
 
 
-def _pictures(config: EngineConfig, store: Store) -> tuple[tuple[str, int], ...]:
-    if store.vision_file is None:
+def _pictures(config: EngineConfig, store: Store, on_device: bool) -> tuple[tuple[str, int], ...]:
+    weights = store.vision()
+    if weights is None:
         return ()
     kept = ("embeddings of pictures, at most", int(config.picture_cache_gb * GB))
-    return kept, ("one picture being read, at most", reading_bytes(store.vision_file.config))
+    reading = ("one picture being read, at most", reading_bytes(weights.config, on_device))
+    ring = ("ring of vision weights, page-locked", ring_bytes(Pieces.of(weights)) if on_device else 0)
+    return (kept, reading, ring) if on_device else (kept, reading)
+
+
+def _resident_bytes(
+    store: Store, device: DevicePlan | None, machine: Machine, experts_bytes: int | None, room_bytes: int
+) -> int:
+    """What keeping all vision weights in RAM takes beyond their ring, where nothing else could use that: every expert
+    has its slot already, and twice as much is left. 0: they are read from the file for each picture."""
+    weights = store.vision() if device is not None and device.sees else None
+    if weights is None or experts_bytes is None or machine.pinned_bytes is not None:
+        return 0
+    pieces = Pieces.of(weights)
+    more_bytes = max(0, pieces.size_bytes - ring_bytes(pieces))
+    return more_bytes if experts_bytes + 2 * more_bytes <= room_bytes else 0
 
 
 def dense_bytes(model: ModelConfig) -> int:

@@ -44,6 +44,16 @@ def write(path: Path, config: VisionConfig = REAL, seed: int = 0) -> VisionWeigh
     return VisionWeights(path, config)
 
 
+def holes(path: Path, config: VisionConfig = REAL) -> VisionWeights:
+    """All zeros, a file that takes no room: where only sizes count."""
+    wanted = {name: ("BF16", shape) for name, shape in shapes(config).items()}
+    start, _ = header_bytes(wanted)
+    with path.open("wb") as file:
+        file.write(start)
+        file.truncate(len(start) + sum(2 * _size(shape) for _, shape in wanted.values()))
+    return VisionWeights(path, config)
+
+
 def _values(drawn: Tensor, name: str, shape: tuple[int, ...], number: int) -> Tensor:
     """Each tensor begins somewhere else among the drawn values."""
     size = _size(shape)

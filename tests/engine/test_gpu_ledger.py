@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,6 +25,8 @@ from services.engine.gpu.plan import plan_device
 from services.engine.gpu.token import Token
 from services.engine.gpu.weights import DeviceWeights
 from services.engine.pages import PAGE_TOKENS
+from services.engine.vision.device import card_bytes
+from services.tools import synthetic_vision
 from services.tools.cli import main
 from services.tools.synthetic_shapes import SMALL, SUPER, dense_layout
 
@@ -191,13 +194,48 @@ def test_the_engine_refuses_at_start_what_does_not_fit(demo_store: Store) -> Non
 
 
 @pytest.mark.parametrize(
+    ("card_mib", "settings", "expected"),
+    [
+        (8151, {}, (True, 1, 45_568)),
+        (8151, {"context_tokens": 8192}, (True, 2, 8192)),
+        (8151, {"max_sequences": 4}, (False, 4, 3072)),
+        (7550, {}, (False, 1, 12_288)),
+        (12_000, {}, (True, 4, 113_216)),
+    ],
+    ids=str,
+)
+def test_pictures_are_read_on_a_card_that_has_room_for_them(
+    card_mib: int,
+    settings: dict[str, int],
+    expected: tuple[bool, int, int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """The context comes first; what pictures take is in the ledger, and what they would take is said."""
+    monkeypatch.setattr(planning, "stored_layout", lambda _: DENSE)
+    weights = synthetic_vision.holes(tmp_path / "vision.safetensors")
+    store = cast(Store, SimpleNamespace(config=SUPER, folder=None, vision=lambda: weights))
+    config = EngineConfig(**settings)  # type: ignore[arg-type]
+    plan = plan_device(config, store, free_bytes=card_mib * MIB - ledgers.CONTEXT_BYTES)
+    print(plan)
+    assert (plan.sees, plan.sequences, plan.context_tokens) == expected
+    lines = dict(plan.ledger.lines)
+    assert plan.ledger.total_bytes <= card_mib * MIB
+    assert lines.get("vision ring and activations", 0) == (card_bytes(weights) if plan.sees else 0)
+    assert ("pictures are read by the processor" in str(plan)) != plan.sees
+    if not plan.sees:
+        beside = replace(plan.ledger.wanted, vision_bytes=card_bytes(weights))
+        assert longest_context(SUPER, DENSE, beside, card_mib * MIB) < 16_384
+
+
+@pytest.mark.parametrize(
     ("card_mib", "sequences", "tokens"), [(8151, 2, 31_872), (7550, 1, 12_288), (16_000, 4, 131_072)]
 )
 def test_what_is_automatic_fits_the_card(
     card_mib: int, sequences: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning, "stored_layout", lambda _: DENSE)
-    store = cast(Store, SimpleNamespace(config=SUPER, folder=None))
+    store = cast(Store, SimpleNamespace(config=SUPER, folder=None, vision=lambda: None))
     plan = plan_device(EngineConfig(), store, free_bytes=card_mib * MIB - ledgers.CONTEXT_BYTES)
     assert (plan.sequences, plan.context_tokens) == (sequences, tokens)
     assert plan.ledger.total_bytes <= card_mib * MIB

@@ -13,6 +13,8 @@ from services.engine.model import Model
 from services.engine.pages import PAGE_TOKENS, PagePool
 from services.engine.plan import GB, Machine, dense_bytes, make_plan
 from services.engine.state import State
+from services.tools import small_checkpoint, synthetic_vision
+from services.tools.repack import repack
 
 MACHINE = Machine(available_bytes=4 * GB, cores=6)
 
@@ -143,3 +145,30 @@ def test_a_model_without_attention_needs_no_pages(demo_store: Store) -> None:
     layers = tuple("mamba" if layer == "attention" else layer for layer in demo_store.config.layers)
     store = replace(demo_store, config=replace(demo_store.config, layers=layers))
     assert planned(store).context_tokens == 4096
+
+
+def test_vision_weights_stay_in_ram_only_where_nothing_else_could_use_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a card: their ring is in the ledger, and all of them once every expert has its slot and much is left."""
+    made = small_checkpoint.write(tmp_path / "c", "3.5-super-vl")
+    store = repack(made, tmp_path / "store", say=lambda text: None)
+    weights = synthetic_vision.holes(tmp_path / "vision.safetensors")  # of the real shape
+    monkeypatch.setattr(Store, "vision", lambda self: weights)
+    config, card_bytes = EngineConfig(max_sequences=1, context_tokens=64), 4 << 30
+
+    def made_on(machine: Machine, card_free_bytes: int | None = card_bytes) -> planning.Plan:
+        return make_plan(config, store, machine, card_free_bytes)
+
+    ample = made_on(Machine(20 * GB, 6))
+    lines = dict(ample.ledger)
+    assert ample.vision_resident
+    assert lines["ring of vision weights, page-locked"] == pytest.approx(79e6, rel=0.01)
+    assert lines["the rest of the vision weights, which stay"] == pytest.approx(1.681e9 - 79e6, rel=0.01)
+    assert not made_on(Machine(20 * GB, 6, pinned_bytes=10 * GB)).vision_resident, "page-locked memory is scarce"
+    little = made_on(Machine(sum(lines.values()), 6))
+    assert not little.vision_resident, "just enough is no reason"
+    assert "the rest of the vision weights, which stay" not in dict(little.ledger)
+    on_the_cpu = dict(made_on(Machine(20 * GB, 6), None).ledger)
+    assert "ring of vision weights, page-locked" not in on_the_cpu
+    assert on_the_cpu["one picture being read, at most"] > lines["one picture being read, at most"]

@@ -13,14 +13,13 @@ from hf_tower import CONFIG, random_tensors, write
 from torch import Tensor
 
 from services.engine.errors import CheckpointError, DeviceError, StepError
-from services.engine.tensorfile import header_bytes
 from services.engine.vision import device, ring
 from services.engine.vision.config import VisionConfig
 from services.engine.vision.device import DeviceTower, card_bytes, working_bytes
 from services.engine.vision.embedding import embed, run
 from services.engine.vision.looks import Looks
 from services.engine.vision.pieces import Pieces
-from services.engine.vision.weights import VisionWeights, shapes
+from services.engine.vision.weights import VisionWeights
 from services.tools import synthetic_vision
 
 CPU = torch.device("cpu")
@@ -210,24 +209,13 @@ def test_a_picture_longer_than_planned_is_read_by_the_processor(tmp_path: Path) 
 
 def test_the_real_shape_takes_what_is_said(tmp_path: Path) -> None:
     """Counted without the weights: a file of holes."""
-    weights = full_shape(tmp_path)
+    weights = synthetic_vision.holes(tmp_path / "vision.safetensors")
     pieces = Pieces.of(weights)
     assert pieces.most_bytes / 2**20 == pytest.approx(25.02, abs=0.1), "half a block"
     assert pieces.size_bytes / 1e9 == pytest.approx(1.681, abs=0.01)
     assert working_bytes(weights.config) / 2**20 == pytest.approx(163, abs=2)
     assert card_bytes(weights) / 2**20 == pytest.approx(243, abs=3)
     assert len(pieces.order) == 2 + 64 + 8 + 7
-
-
-def full_shape(folder: Path) -> VisionWeights:
-    """The released sizes in BF16, all zeros."""
-    wanted = {name: ("BF16", shape) for name, shape in shapes(synthetic_vision.REAL).items()}
-    start, _ = header_bytes(wanted)
-    path = folder / "vision.safetensors"
-    with path.open("wb") as file:
-        file.write(start)
-        file.truncate(len(start) + sum(2 * torch.Size(shape).numel() for _, shape in wanted.values()))
-    return VisionWeights(path, synthetic_vision.REAL)
 
 
 def test_a_card_that_fails_ends_the_engine_and_a_damaged_picture_does_not() -> None:

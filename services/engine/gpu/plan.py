@@ -10,14 +10,17 @@ from services.engine.gpu.ledger import (
     CONTEXT_BYTES,
     MIB,
     MOST_SEQUENCES,
+    VISION_LIBRARY_BYTES,
     Kv,
     Ledger,
     Wanted,
+    ledger,
     longest_context,
     require,
     stored_layout,
 )
 from services.engine.pages import PAGE_TOKENS, pages_for
+from services.engine.vision.device import card_bytes
 
 COMFORTABLE_TOKENS = 16_384  # of context; fewer sequences rather than less of it
 MOST_TOKENS = 131_072  # of context, if nobody asks for more
@@ -31,31 +34,55 @@ class DevicePlan:
     kv: Kv
     ledger: Ledger
     budget_bytes: int
+    blind_bytes: int = 0  # what reading pictures there would take, if that did not fit: the processor reads them
+
+    @property
+    def sees(self) -> bool:
+        """Pictures are read on the card."""
+        return self.ledger.wanted.vision_bytes > 0
 
     def __str__(self) -> str:
+        pictures = (
+            f"\npictures are read by the processor, which takes minutes for a large one: on the card they would take "
+            f"{self.blind_bytes / MIB:.0f} MiB, which leaves no room for the context"
+        )
         return (
             f"graphics memory: {self.sequences} sequences of up to {self.context_tokens} tokens, keys and values in "
             f"{self.kv}\n{self.ledger}\n  {self.budget_bytes / MIB:9.1f} MiB  can be had"
+            f"{pictures if self.blind_bytes else ''}"
         )
 
 
 def plan_device(config: EngineConfig, store: Store, free_bytes: int) -> DevicePlan:
-    """`free_bytes`: what the driver has left, this process's context taken. Raises MemoryPlanError."""
+    """`free_bytes`: what the driver has left, this process's context taken. Raises MemoryPlanError.
+
+    Pictures are read on the card if a comfortable context, or the one that is asked for, fits beside that.
+    """
     model, layout = store.config, stored_layout(store.folder)
     budget = free_bytes + CONTEXT_BYTES  # which the ledger counts
     if config.vram_mib:
         budget = min(budget, config.vram_mib * MIB)
     kv: Kv = "fp8" if config.kv_format == "fp8" else "bf16"
 
-    def wanted(sequences: int, context_tokens: int = PAGE_TOKENS) -> Wanted:
-        return Wanted(sequences=sequences, context_tokens=context_tokens, kv=kv)
-
-    def longest(sequences: int) -> int:
-        return longest_context(model, layout, wanted(sequences), budget)
-
     comfortable = min(config.context_tokens or COMFORTABLE_TOKENS, model.context_tokens)
-    fitting = [count for count in range(1, MOST_SEQUENCES + 1) if longest(count) >= comfortable]
-    sequences = config.max_sequences or (fitting[-1] if fitting else 1)
-    context = config.context_tokens or min(longest(sequences), MOST_TOKENS) or PAGE_TOKENS
-    made = require(model, layout, replace(wanted(sequences), context_tokens=context), budget)
-    return DevicePlan(sequences, context, sequences * pages_for(context), kv, made, budget)
+
+    def choose(vision_bytes: int) -> Wanted:
+        def longest(sequences: int) -> int:
+            return longest_context(model, layout, replace(wanted, sequences=sequences), budget)
+
+        wanted = Wanted(kv=kv, vision_bytes=vision_bytes)
+        fitting = [count for count in range(1, MOST_SEQUENCES + 1) if longest(count) >= comfortable]
+        sequences = config.max_sequences or (fitting[-1] if fitting else 1)
+        context = config.context_tokens or min(longest(sequences), MOST_TOKENS) or PAGE_TOKENS
+        return replace(wanted, sequences=sequences, context_tokens=context)
+
+    weights = store.vision()
+    vision_bytes = card_bytes(weights) if weights else 0
+    chosen = choose(vision_bytes)
+    fits = chosen.context_tokens >= comfortable and ledger(model, layout, chosen).total_bytes <= budget
+    if vision_bytes and not fits:
+        chosen = choose(0)
+    made = require(model, layout, chosen, budget)
+    pages = chosen.sequences * pages_for(chosen.context_tokens)
+    blind_bytes = vision_bytes + VISION_LIBRARY_BYTES if vision_bytes and not chosen.vision_bytes else 0
+    return DevicePlan(chosen.sequences, chosen.context_tokens, pages, kv, made, budget, blind_bytes)

@@ -70,9 +70,11 @@ class DeviceTower:
 
     def close(self) -> None:
         """After the last picture."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.ring.close()
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        finally:
+            self.ring.close()
 
     def _guarded(self, patches: Tensor, grid: tuple[int, int]) -> Work:
         try:

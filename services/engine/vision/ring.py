@@ -161,6 +161,11 @@ class Ring:
         self._arrived[slot].set(self._copies)
 
 
+def ring_bytes(pieces: Pieces) -> int:
+    """Page-locked, where nothing stays."""
+    return BUFFERS * pieces.most_bytes
+
+
 def _page_aligned(size_bytes: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, max(size_bytes, ALIGNED_BYTES)), dtype=torch.uint8)[:size_bytes]
 
