@@ -45,12 +45,13 @@ class Usage:
 
 @dataclass(frozen=True)
 class PromptProgress:
-    """How far the prompt is read. `done_tokens` include the restored ones."""
+    """How far the prompt is read. `done_tokens` include the restored ones; `left_ms` 0: unknown yet, or it is read."""
 
     total_tokens: int
     cached_tokens: int
     done_tokens: int
     seconds: float
+    left_ms: int
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,9 @@ class Answer:
                     await self._restore(message.restore)
                     if self._asked.progress and message.restore.source != pb.Restore.SEND:
                         reading_from = time.perf_counter()
-                        yield self._progress(self._restored_tokens, 0.0)
+                        yield self._progress(pb.Progress(done_tokens=self._restored_tokens), 0.0)
                 elif kind == "progress" and self._asked.progress:
-                    yield self._progress(message.progress.done_tokens, time.perf_counter() - reading_from)
+                    yield self._progress(message.progress, time.perf_counter() - reading_from)
                 elif kind == "token":
                     for delta in self._token(message.token):
                         yield delta
@@ -194,8 +195,8 @@ class Answer:
         """False if it is too late."""
         return not self._handed_over and await self._generation.stop_thinking()
 
-    def _progress(self, done_tokens: int, seconds: float) -> PromptProgress:
-        return PromptProgress(self.prompt_tokens, self._restored_tokens, done_tokens, seconds)
+    def _progress(self, told: pb.Progress, seconds: float) -> PromptProgress:
+        return PromptProgress(self.prompt_tokens, self._restored_tokens, told.done_tokens, seconds, told.left_ms)
 
     def _token(self, token: pb.Token) -> list[Delta]:
         now = time.perf_counter()

@@ -92,12 +92,13 @@ def _delta(delta: Delta) -> dict[str, Any]:
 
 
 def prompt_progress(progress: PromptProgress) -> dict[str, Any]:
-    """Named as llama.cpp's."""
+    """Named as llama.cpp's, which has no `left_ms`."""
     return {
         "total": progress.total_tokens,
         "cache": progress.cached_tokens,
         "processed": progress.done_tokens,
         "time_ms": round(progress.seconds * 1e3, 3),
+        "left_ms": progress.left_ms,
     }
 
 

@@ -165,7 +165,9 @@ class ScriptedEngine(rpc.EngineServicer):
     def _generate(self, call: Call, inbox: Any, context: Any) -> Iterator[pb.GenerateOut]:
         start, ids = call.start, tuple(call.start.ids)
         yield from self._restore(call, inbox)
-        yield pb.GenerateOut(progress=pb.Progress(done_tokens=call.restored_tokens, total_tokens=len(ids)))
+        left_ms = round(self.prompt_s * 1e3)
+        begun = pb.Progress(done_tokens=call.restored_tokens, total_tokens=len(ids), left_ms=left_ms)
+        yield pb.GenerateOut(progress=begun)
         self._wait(self.prompt_s, context)
         yield pb.GenerateOut(progress=pb.Progress(done_tokens=len(ids), total_tokens=len(ids)))
         answer: list[int] = []

@@ -195,5 +195,6 @@ def test_progress_of_the_prompt_if_it_is_asked_for(api: RunningApi, engine: Scri
     assert [(one["total"], one["cache"]) for one in found] == [(total, 0)] * 3
     assert [one["processed"] for one in found] == [0, 0, total]
     assert found[0]["time_ms"] == 0
+    assert [one["left_ms"] for one in found] == [0, 200, 0]
     assert 50 <= found[-1]["time_ms"] < 15_000, "0.2 s by the engine's clock"
     assert told() == told(return_progress=False) == []
