@@ -1,24 +1,20 @@
 """A sweep's feed: every named block once, whole while it is out, whatever the cache and the steps meanwhile."""
 
-import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from expert_store import BlocksOnDisk, batch, same, write_blocks
+from feeding import ALL, EXPERTS, LAYERS, TOKENS, changed, drain, is_whole, naming, swept
 
 from kernels.block import BlockLayout
 from kernels.experts.host.binding import BlockError, Host, HostError
 from kernels.experts.host.feed import Block, Feed
 from kernels.workers.pool import Workers
 
-LAYERS, EXPERTS, TOKENS = 2, 24, 100
-ALL = range(EXPERTS)
 Opener = Callable[..., Host]
 
 
@@ -49,68 +45,6 @@ def opened(blocks: BlocksOnDisk) -> Iterator[Opener]:
         host.check()
         host.close()
         host.workers.close()
-
-
-def naming(experts: Sequence[int], times: int = 1, of: int = EXPERTS) -> np.ndarray:
-    counts = np.zeros(of, np.int32)
-    counts[list(experts)] = times
-    return counts
-
-
-def is_whole(blocks: BlocksOnDisk, layer: int, block: Block) -> bool:
-    expected = blocks.packed[layer * blocks.experts + block.expert].block.tobytes()
-    return ctypes.string_at(block.address, len(expected)) == expected
-
-
-def drain(
-    feed: Feed,
-    blocks: BlocksOnDisk,
-    layer: int,
-    most: int = 4,
-    hold: int = 0,
-    between: Callable[[], None] | None = None,
-) -> list[int]:
-    """All that is left, in order. Up to `hold` blocks stay out while more are asked for; each is whole to the last."""
-    order: list[int] = []
-    out: list[Block] = []
-
-    def give_back(keep: int) -> None:
-        while len(out) > keep:
-            block = out.pop(0)
-            assert is_whole(blocks, layer, block), f"expert {block.expert} was overwritten while it was out"
-            feed.release(block.number)
-
-    while (taken := feed.take(most)) is not None:
-        order += [block.expert for block in taken]
-        out += taken
-        if between:
-            between()
-        give_back(hold if taken else max(0, len(out) - 1))
-    give_back(0)
-    return order
-
-
-def swept(host: Host, blocks: BlocksOnDisk, layer: int, experts: Sequence[int] = ALL, times: int = 1) -> list[int]:
-    feed = Feed(host)
-    feed.begin(layer, naming(experts, times), TOKENS)
-    order = drain(feed, blocks, layer)
-    feed.end()
-    return order
-
-
-def changed(host: Host, before: dict[str, int]) -> dict[str, int]:
-    return {name: value - before[name] for name, value in host.counters().items()}
-
-
-def resident(host: Host, layer: int) -> set[int]:
-    return {int(key) % EXPERTS for key in host.resident() if key // EXPERTS == layer}
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("slots", [2, 3, 7, 24, 100])
@@ -321,87 +255,6 @@ def test_an_abandoned_sweep(blocks: BlocksOnDisk, opened: Opener) -> None:
     assert same(host.step(0, *given), blocks.expected(0, *given))
     assert sorted(swept(host, blocks, 1)) == list(ALL)
     assert host.counters()["prefetch_issued"] <= issued + 2, "what was expected is forgotten, but for reads under way"
-
-
-def test_the_next_layer_is_read_ahead(blocks: BlocksOnDisk, opened: Opener) -> None:
-    host = opened(slots=48, readers=3)
-    feed = Feed(host)
-    feed.begin(0, naming(ALL), TOKENS)
-    feed.expect(1, range(0, EXPERTS, 2))
-    drain(feed, blocks, 0)
-    feed.end()
-    wait_until(lambda: len(resident(host, 1)) == EXPERTS // 2)
-    before = host.counters()
-    assert (before["prefetch_issued"], before["prefetch_useful"]) == (EXPERTS // 2, 0)
-    swept(host, blocks, 1)
-    now = changed(host, before)
-    assert (now["hits"], now["misses"]) == (EXPERTS // 2, EXPERTS // 2)
-    assert (now["prefetch_useful"], now["prefetch_wasted"]) == (EXPERTS // 2, 0)
-
-
-def test_reading_ahead_can_be_switched_off(blocks: BlocksOnDisk, opened: Opener) -> None:
-    host = opened(prefetch="off")
-    feed = Feed(host)
-    feed.begin(0, naming(ALL), TOKENS)
-    feed.expect(1, ALL)
-    drain(feed, blocks, 0)
-    feed.end()
-    time.sleep(0.05)
-    assert host.counters()["prefetch_issued"] == 0
-
-
-def test_reading_ahead_takes_nothing_that_this_layer_needs(blocks: BlocksOnDisk, opened: Opener) -> None:
-    """Every slot holds a block of this layer: what is expected waits until they are done with, one after the other."""
-    host = opened(slots=EXPERTS)
-    swept(host, blocks, 0)
-    before = host.counters()
-    feed = Feed(host)
-    feed.begin(0, naming(ALL), TOKENS)
-    feed.expect(1, ALL)
-    time.sleep(0.05)
-    assert changed(host, before)["prefetch_issued"] == 0
-    drain(feed, blocks, 0)
-    assert changed(host, before)["misses"] == 0
-    feed.end()
-    wait_until(lambda: len(resident(host, 1)) == EXPERTS)
-    assert changed(host, before)["prefetch_wasted"] == 0
-    feed.expect(1, [])
-
-
-def used_by_decode(host: Host, blocks: BlocksOnDisk, layer: int) -> None:
-    ids = torch.arange(EXPERTS, dtype=torch.int32)[None]
-    for _ in range(3):
-        host.step(layer, ids, torch.ones(1, EXPERTS), torch.ones(1, blocks.layout.latent))
-
-
-def test_the_decode_set_stays(blocks: BlocksOnDisk, opened: Opener) -> None:
-    """A sweep, and what it reads ahead, takes the room that the policy gives it and no more; plain LRU gives it all."""
-    left = {}
-    for policy in ("shipped", "lru"):
-        host = opened(slots=EXPERTS, policy=policy)
-        used_by_decode(host, blocks, 0)
-        feed = Feed(host)
-        for _ in range(4):
-            feed.begin(1, naming(ALL), TOKENS)
-            drain(feed, blocks, 1)
-            feed.expect(1, ALL)
-            feed.end()
-            time.sleep(0.01)
-        left[policy] = len(resident(host, 0))
-        feed.expect(1, [])
-    assert left["shipped"] >= EXPERTS - EXPERTS // 2
-    assert left["lru"] == 0
-
-
-def test_an_expert_that_many_tokens_name_is_of_the_decode_set(blocks: BlocksOnDisk, opened: Opener) -> None:
-    often = [2, 3, 5, 7, 11]
-    for times, kept in ((TOKENS // 8 + 1, True), (1, False)):
-        host = opened(slots=12)
-        swept(host, blocks, 0, often, times)
-        used_by_decode_of_layer_1 = [*range(4)]
-        swept(host, blocks, 1, used_by_decode_of_layer_1, TOKENS)
-        swept(host, blocks, 1)
-        assert (resident(host, 0) == set(often)) == kept
 
 
 def test_the_host_spends_little_on_what_is_in_ram(tmp_path: Path) -> None:
