@@ -49,6 +49,19 @@ def test_a_row_does_not_see_the_others() -> None:
         assert torch.equal(one_weights[0], weights[row])
 
 
+def test_a_sweeps_rows_are_chosen_as_the_same_rows_in_fours() -> None:
+    logits, bias = randn(262, 24, scale=2), randn(24, seed=1)
+    ids, weights = run(logits, bias, 5, 2.5, True)
+    exact_ids, exact = reference.choose(logits, bias, 5, 2.5, True)
+    assert torch.equal(ids, exact_ids)
+    assert relative_error(weights, exact) < BOUND
+    for first in (0, 126, 258):
+        four_ids, four_weights = run(logits[first : first + 4], bias, 5, 2.5, True)
+        assert torch.equal(four_ids, ids[first : first + 4])
+        assert torch.equal(four_weights, weights[first : first + 4])
+    assert not torch.equal(weights[:4], weights[4:8])
+
+
 def test_a_nan_gives_valid_ids_and_weights_that_tell() -> None:
     logits = randn(1, 24)
     logits[0, 9] = float("nan")
