@@ -19,7 +19,7 @@ BENCHMARKS = {
     "sampling": ("services.tools.bench_sampling", "from logits to an id, beside the definition"),
     "decode": ("services.tools.bench_decode", "whole tokens on GPU and CPU: the published method, ours, and the floor"),
     "snapshots": ("services.tools.bench_snapshots", "a dialog's state from Redis and from memory, beside a raw read"),
-    "scan": ("services.tools.bench_scan", "the chunk scan of a prompt on the GPU, ours and mamba-ssm's"),
+    "scan": ("services.tools.bench_scan", "the Mamba scan of a prompt on the GPU, token by token and by chunks"),
     "decode-disk": ("services.tools.bench_decode_disk", "whole tokens while a part of the experts is on a drive"),
     "vision": ("services.tools.bench_vision", "pictures through the tower on the GPU, against copy and compute"),
     "dense": ("services.tools.bench_dense", "every dense kernel of a decoded token on the GPU, against its bytes"),

@@ -14,20 +14,35 @@ SCRIPT = """
 import torch
 from kernels.mamba import chunk_scan
 from kernels.mamba.gpu import Sizes
-from services.tools.bench_scan import BOUND, Prompt, verify
+from services.tools import bench_scan
+from services.tools.bench_scan import BOUND, Prompt, as_decode, by_chunks, line, sequential, verify
 
-def forgetful(x, dt, b, c, a, d, dt_bias, state, first, sizes, workspace, out):
-    state.zero_() if first else None
-    chunk_scan.chunk_scan(x, dt, b, c, a, d, dt_bias, state, first, sizes, workspace, out)
+def forgetful(prompt, state, out, start, end):
+    state.zero_() if start else None
+    sequential(prompt, state, out, start, end)
 
-def restless(x, dt, b, c, a, d, dt_bias, state, first, sizes, workspace, out):
-    chunk_scan.chunk_scan(x, dt, b, c, 1.001 * a, d, dt_bias, state, first, sizes, workspace, out)
+def restless(prompt, state, out, start, end):
+    sequential(Prompt(prompt.sizes, prompt.projected, 1.001 * prompt.a, prompt.d, prompt.dt_bias, prompt.state),
+               state, out, start, end)
 
-prompt = Prompt.random(Sizes(heads=2, head_dim=5, state=7, groups=1), 150, torch.device("cpu"))
-error, same = verify(chunk_scan.chunk_scan, prompt)
-assert error < BOUND and same, (error, same)
-assert not verify(forgetful, prompt)[1]
-assert verify(restless, prompt)[0] > BOUND
+sizes = Sizes(heads=1, head_dim=5, state=4, groups=1)
+prompt = Prompt.random(sizes, 131, torch.device("cpu"))
+found = verify(sequential, prompt)
+assert found.error < BOUND and found.at_chunk and found.anywhere, found
+chunks = verify(by_chunks(chunk_scan.chunk_scan), prompt)
+assert chunks.error < BOUND and chunks.at_chunk and not chunks.anywhere, chunks
+
+short = Prompt.random(sizes, 9, torch.device("cpu"))
+wrong = verify(forgetful, short)
+assert wrong.error < BOUND and not wrong.anywhere
+assert verify(restless, short).error > BOUND
+assert as_decode(short)  # four states: a sum of four has one order, in NumPy too
+bench_scan.sequential = restless
+assert not as_decode(short)
+
+row = line("ours", 100, 2e-4, chunks, None).split()
+assert row[:4] == ["ours", "100", "200", "2.000"] and row[5:] == ["equal", "differs", "-"], row
+assert "WRONG" in line("ours", 100, None, wrong, False)
 print("checked")
 """
 
