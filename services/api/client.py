@@ -109,6 +109,7 @@ class Generation:
         self._call = call
         self._engine = engine
         self._ahead: pb.GenerateOut | None = None  # read, and not yet told
+        self._reading: asyncio.Task[Any] | None = None  # a read that outlives who waited for it
 
     async def start(self, start: pb.Start) -> None:
         """Send the request and wait until the engine has taken it in or refused it."""
@@ -128,7 +129,8 @@ class Generation:
                 continue
             try:
                 with _translated():
-                    message = await self._call.read()
+                    message = await (self._call.read() if self._reading is None else asyncio.shield(self._reading))
+                    self._reading = None
             except EngineLost:
                 self._engine.note_failure()
                 raise
@@ -154,7 +156,11 @@ class Generation:
         await self._write(pb.GenerateIn(lent=chunks))
 
     async def taken(self) -> int | None:
-        """How many lent chunks the engine has read, when that grows; None if it wants no more. Raises its error."""
+        """How many lent chunks the engine has read, when that grows; None if it wants no more. Raises its error. May be
+        given up: gRPC would end the call with a read that is cancelled, so this one goes on."""
+        if self._ahead is None and self._reading is None:
+            self._reading = asyncio.ensure_future(self._call.read())
+            self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
         async for message in self.messages():
             if message.WhichOneof("message") == "taken":
                 return int(message.taken.chunks)

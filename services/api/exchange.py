@@ -1,13 +1,18 @@
 """Lending payloads to an engine on the same machine: they are received from the store into a file in memory that both
 see, and the engine reads them there. Bounded: a few mebibytes, however large the payload. Owns that file's life and
 which part of it may be written to; where both do not see the same folder, payloads go over gRPC.
+
+A thread receives without a pause as long as there is room, the loop tells the engine what has come, and what the engine
+has taken is room again: the three go on at the same time.
 """
 
 import asyncio
+import contextlib
 import mmap
 import os
 import secrets
-from collections.abc import Iterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +23,7 @@ from services.rpc import engine_pb2 as pb
 CHUNK_BYTES = 1 << 20
 WINDOW = 4  # chunks received at a time
 SLOTS = 4 * WINDOW  # in the file
+Window = tuple[int, list[int], list[int]]  # number of the first chunk, offsets, sizes
 
 
 class Exchange:
@@ -39,24 +45,28 @@ class Exchange:
         """Returns how many of the chunks the engine has taken: all of them, or fewer if it wants no more. Raises
         OSError for the store's troubles."""
         with self._ring() as (name, memory):
-            taken = first = 0
-            while first < len(sizes):
-                count = min(WINDOW, len(sizes) - first)
-                while first + count > taken + SLOTS:
-                    if (more := await generation.taken()) is None:
-                        return taken
+            receiving = _Receiving(reader, sizes, memory)
+            telling = asyncio.create_task(_tell(generation, receiving, name))
+            try:
+                taken = 0
+                while taken < len(sizes):
+                    hearing = asyncio.ensure_future(generation.taken())
+                    try:
+                        await asyncio.wait({hearing, telling}, return_when=asyncio.FIRST_COMPLETED)
+                        if telling.done():
+                            telling.result()  # all has been told, or it raises
+                        more = await hearing
+                    finally:
+                        hearing.cancel()
+                    if more is None:
+                        break
                     taken = more
-                offsets = [(first + n) % SLOTS * CHUNK_BYTES for n in range(count)]
-                window = sizes[first : first + count]
-                views = [memory[at : at + size] for at, size in zip(offsets, window, strict=True)]
-                await _in_thread(reader, views)
-                await generation.lend(pb.LentChunks(name=name, first=first, offsets=offsets, sizes=window))
-                first += count
-            while taken < len(sizes):
-                if (more := await generation.taken()) is None:
-                    return taken
-                taken = more
-        return taken
+                    receiving.free(taken)
+                return taken
+            finally:
+                telling.cancel()
+                await asyncio.gather(telling, return_exceptions=True)
+                await receiving.stop()
 
     @contextmanager
     def _ring(self) -> Iterator[tuple[str, memoryview]]:
@@ -72,11 +82,55 @@ class Exchange:
             path.unlink(missing_ok=True)
 
 
-async def _in_thread(reader: BulkReader, views: list[memoryview]) -> None:
-    filling = asyncio.ensure_future(asyncio.to_thread(reader.fill, views))
-    try:
-        await asyncio.shield(filling)
-    except asyncio.CancelledError:
-        reader.close()  # else the thread would wait for the store
-        await asyncio.gather(filling, return_exceptions=True)
-        raise
+class _Receiving:
+    """A thread that fills the file. `windows` tells what has come."""
+
+    def __init__(self, reader: BulkReader, sizes: list[int], memory: memoryview) -> None:
+        self._reader, self._sizes, self._memory = reader, sizes, memory
+        self._room = threading.Semaphore(SLOTS)
+        self._freed = 0
+        self._stopped = False
+        self._come: asyncio.Queue[Window | None] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._thread = asyncio.ensure_future(asyncio.to_thread(self._run))
+
+    async def windows(self) -> AsyncIterator[Window]:
+        while (window := await self._come.get()) is not None:
+            yield window
+        await self._thread  # raises what ended it
+
+    def free(self, taken: int) -> None:
+        """The engine has taken so many chunks in all."""
+        if taken > self._freed:
+            self._room.release(taken - self._freed)
+            self._freed = taken
+
+    async def stop(self) -> None:
+        """When this returns, nothing writes into the file any more."""
+        self._stopped = True
+        self._reader.close()
+        self._room.release(SLOTS)
+        await asyncio.gather(self._thread, return_exceptions=True)
+
+    def _run(self) -> None:
+        try:
+            for first in range(0, len(self._sizes), WINDOW):
+                sizes = self._sizes[first : first + WINDOW]
+                for _ in sizes:
+                    self._room.acquire()
+                if self._stopped:
+                    return
+                offsets = [(first + n) % SLOTS * CHUNK_BYTES for n in range(len(sizes))]
+                self._reader.fill([self._memory[at : at + size] for at, size in zip(offsets, sizes, strict=True)])
+                self._put((first, offsets, sizes))
+        finally:
+            self._put(None)
+
+    def _put(self, window: Window | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is gone: nobody listens
+            self._loop.call_soon_threadsafe(self._come.put_nowait, window)
+
+
+async def _tell(generation: Generation, receiving: _Receiving, name: str) -> None:
+    async for first, offsets, sizes in receiving.windows():
+        await generation.lend(pb.LentChunks(name=name, first=first, offsets=offsets, sizes=sizes))

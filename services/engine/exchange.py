@@ -26,9 +26,8 @@ def mark(folder: Path) -> str:
 class _File:
     """Open as long as somebody has it."""
 
-    def __init__(self, path: Path, most_bytes: int) -> None:
+    def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        self.buffer = memoryview(bytearray(most_bytes))  # of the thread that reads
 
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):
@@ -44,16 +43,14 @@ class Lent:
     def __len__(self) -> int:
         return self._size
 
-    def read(self) -> memoryview:
-        """Valid until the next chunk of this file is read. Raises PayloadError."""
-        view = self._file.buffer[: self._size]
+    def read(self, view: memoryview, at: int) -> None:
+        """Fill the memory with its bytes from this one on. Raises PayloadError."""
         try:
-            count = os.preadv(self._file.descriptor, [view], self._offset)
+            count = os.preadv(self._file.descriptor, [view], self._offset + at)
         except OSError as error:
             raise PayloadError(f"snapshot: the lent file cannot be read: {error}") from error
-        if count != self._size:
-            raise PayloadError(f"snapshot: the lent file ends {self._size - count} bytes too early")
-        return view
+        if count != len(view):
+            raise PayloadError(f"snapshot: the lent file ends {len(view) - count} bytes too early")
 
 
 class LentFiles:
@@ -71,7 +68,7 @@ class LentFiles:
             if self._folder is None or not _NAME.fullmatch(name):
                 raise PayloadError("snapshot: this engine has no exchange folder, or no such file can be in it")
             try:
-                self._file, self._name = _File(self._folder / name, self._most_bytes), name
+                self._file, self._name = _File(self._folder / name), name
             except OSError as error:
                 raise PayloadError(f"snapshot: the lent file cannot be opened: {error}") from error
         sound = name == self._name and len(offsets) == len(sizes) and all(0 < s <= self._most_bytes for s in sizes)

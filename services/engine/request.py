@@ -244,7 +244,7 @@ class Snapshot:
     the request said heads_only."""
 
     state: StateRef
-    chunks: tuple[bytes, ...] = field(default=(), repr=False)
+    chunks: Sequence[bytes] = field(default=(), repr=False)
     blocks: tuple[bytes, ...] = field(default=(), repr=False)
 
 

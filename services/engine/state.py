@@ -25,15 +25,24 @@ class State:
         self.config = config
         self.pool = pool
         self.ids: list[int] = []
+        self._stale = bool(pool.spares)  # the tensors are as another state left them
         if pool.spares:
-            self.conv, self.ssm = (tensor.zero_() for tensor in pool.spares.pop())
+            self._conv, self._ssm = pool.spares.pop()
         else:
-            self.conv = torch.zeros(layers, config.conv_channels, config.conv_kernel - 1)
-            self.ssm = torch.zeros(layers, config.mamba_heads, config.mamba_head_dim, config.mamba_state)
+            self._conv = torch.zeros(layers, config.conv_channels, config.conv_kernel - 1)
+            self._ssm = torch.zeros(layers, config.mamba_heads, config.mamba_head_dim, config.mamba_state)
         self.pages: list[int] = []
         self.block_names: list[bytes] = []  # of its first KV blocks, as far as snapshots/payload.py has named them
         self._released = False
         self.spoiled = False  # a step failed halfway: nothing here can be trusted, only `release` is allowed
+
+    @property
+    def conv(self) -> Tensor:
+        return self._fresh(self._conv)
+
+    @property
+    def ssm(self) -> Tensor:
+        return self._fresh(self._ssm)
 
     @property
     def tokens(self) -> int:
@@ -42,7 +51,7 @@ class State:
     @property
     def size_bytes(self) -> int:
         """Of the fixed-size tensors; pages are counted by the pool."""
-        return self.conv.nbytes + self.ssm.nbytes
+        return self._conv.nbytes + self._ssm.nbytes
 
     @property
     def most_tokens(self) -> int:
@@ -90,7 +99,9 @@ class State:
         yield host_view(self.ssm)
 
     def import_fixed(self) -> Iterator[memoryview]:
-        """The same pieces to be filled; a piece is taken over when the next is asked for."""
+        """The same pieces to be filled; a piece is taken over when the next is asked for. All of them are to be filled,
+        or the state to be reset: what is to be written over is not cleared first, which takes as long."""
+        self._stale = False
         return self.export_fixed()
 
     def export_kv(self, start: int, stop: int) -> Iterator[memoryview]:
@@ -110,8 +121,7 @@ class State:
         assert not self.spoiled
         self.ids = []
         self.block_names = []
-        self.conv.zero_()
-        self.ssm.zero_()
+        self._clear()
 
     def clone(self) -> "State":
         """An independent copy. Pages are shared until one of the two writes into the last one."""
@@ -119,7 +129,7 @@ class State:
         copy = State.__new__(State)
         copy.config, copy.pool = self.config, self.pool
         copy.ids = list(self.ids)
-        copy.conv, copy.ssm = self.conv.clone(), self.ssm.clone()
+        copy._conv, copy._ssm, copy._stale = self.conv.clone(), self.ssm.clone(), False
         copy.pages = self.pages[: pages_for(self.tokens)]
         copy.block_names = list(self.block_names)
         copy.spoiled = copy._released = False
@@ -129,11 +139,22 @@ class State:
     def release(self) -> None:
         """Give the pages back. The state is empty and must not be used again; a second release does nothing."""
         if not self._released and len(self.pool.spares) < self.pool.most_spares:
-            self.pool.spares.append((self.conv, self.ssm))
+            self.pool.spares.append((self._conv, self._ssm))
         self._released = True
         self.pool.release(self.pages)
         self.pages = []
         self.spoiled = True
+
+    def _fresh(self, tensor: Tensor) -> Tensor:
+        """One of its tensors, both of them cleared if that is still to be done."""
+        if self._stale:
+            self._clear()
+        return tensor
+
+    def _clear(self) -> None:
+        self._stale = False
+        self._conv.zero_()
+        self._ssm.zero_()
 
     def _writes_into_shared_page(self, tokens: int) -> bool:
         last = self.tokens // PAGE_TOKENS

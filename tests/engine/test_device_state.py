@@ -52,7 +52,7 @@ def test_two_payloads_that_arrive_at_once_while_a_third_is_sent(pool: DevicePool
         for (_, loader), piece in zip(targets, turn, strict=True):
             if piece is not None:
                 loader.feed(piece)
-        list(FORM.dump(sources[0]))
+        dump(FORM, sources[0])
     for (_, loader), (_, blocks) in zip(targets, sent, strict=True):
         assert len(set(blocks)) == len(blocks) == 2
         for number in loader.missing:

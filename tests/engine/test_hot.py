@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from toy_engine import INFO, Call, Gate, Toy, answer, soon, toy
 
 from services.engine.request import Progress, Request, Restore, Snapshot, Source, StateRef
+from services.engine.snapshots.memory import Memory
 
 PROMPT = (1, 2, 3, 4, 5) * 5
 SIZE = 1744 + 20 * 13  # bytes of the toy's payload after 13 tokens
@@ -290,3 +292,21 @@ def test_blocks_leave_with_the_last_state_that_has_them() -> None:
         snapshots(t, *reversed(LONG), snapshot_at=(150, 199))
         t.hot.check()
         assert t.value("hot_state_bytes") <= t.hot.budget_bytes
+
+
+def test_memory_is_used_again_but_not_while_somebody_reads_it() -> None:
+    memory = Memory()
+    first = memory.take(1000)
+    first.data[:] = bytes([1]) * 1000
+    address, reading = np.frombuffer(first.data, np.uint8).ctypes.data, first
+    del first
+    second = memory.take(1000)
+    second.data[:] = bytes([2]) * 1000
+    assert list(reading) == [bytes([1]) * 1000], "a client is still being sent it"
+    del reading
+    third = memory.take(1010)
+    assert np.frombuffer(third.data, np.uint8).ctypes.data == address
+    assert (len(third.data), list(second)) == (1010, [bytes([2]) * 1000])
+    del third
+    small = memory.take(100)
+    assert np.frombuffer(small.data, np.uint8).ctypes.data != address, "a large piece is not spent on a small state"

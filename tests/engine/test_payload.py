@@ -10,7 +10,7 @@ from tiny import CONFIG, dump, equal, fed, feed, load
 
 from services.engine.errors import OutOfPagesError, PayloadError
 from services.engine.pages import PAGE_TOKENS, PagePool
-from services.engine.snapshots import payload
+from services.engine.snapshots import memory
 from services.engine.snapshots.payload import (
     CHECKSUM_BYTES,
     CHUNK_BYTES,
@@ -35,7 +35,7 @@ def pool() -> PagePool:
 @pytest.fixture
 def whole(pool: PagePool) -> bytes:
     state = fed(pool, TOKENS)
-    data = b"".join(FORMAT.dump(state))
+    data = b"".join(dump(FORMAT, state)[0])
     state.release()
     return data
 
@@ -70,10 +70,9 @@ def refusal(data: bytes, pool: PagePool, form: PayloadFormat = FORMAT) -> str:
 @pytest.mark.parametrize("tokens", [0, 1, 63, 64, 65, 300])
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 100, 1 << 20])
 def test_a_state_comes_back_equal(pool: PagePool, tokens: int, chunk_bytes: int, monkeypatch) -> None:
-    monkeypatch.setattr(payload, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(memory, "CHUNK_BYTES", chunk_bytes)
     state = fed(pool, tokens)
     chunks, blocks = dump(FORMAT, state)
-    assert len(chunks) == FORMAT.chunks(tokens)
     assert sum(map(len, chunks)) == FORMAT.own_bytes(tokens)
     assert sum(map(len, chunks + blocks)) == FORMAT.size_bytes(tokens)
     assert [len(block) for block in blocks] == [FORMAT.block_bytes] * (tokens // PAGE_TOKENS)
@@ -94,8 +93,8 @@ def test_a_large_state_goes_in_full_chunks() -> None:
     config = replace(CONFIG, mamba_heads=16, mamba_head_dim=64, mamba_state=256)
     form, state = PayloadFormat(config, "m", "a"), State(config, PagePool(config, 1))
     feed(state, 3)
-    chunks = list(form.dump(state))
-    assert len(chunks) == form.chunks(3) == 3
+    chunks, _ = dump(form, state)
+    assert len(chunks) == 3
     assert {len(chunk) for chunk in chunks[:-1]} == {CHUNK_BYTES}
     assert equal(state, load(form, chunks, [], PagePool(config, 1)))
 
@@ -153,6 +152,34 @@ def test_a_state_that_was_refused_is_empty_again_after_a_reset(
     again.put_block(0, blocks[0])
     again.finish()
     assert equal(state, load(FORMAT, [whole], blocks, pool))
+
+
+def test_memory_of_a_state_before_is_cleared_or_written_over(whole: bytes, blocks: list[bytes], pool: PagePool) -> None:
+    """Whichever comes first: also when the payload turns out to be damaged."""
+    pool.most_spares = 1
+
+    def used() -> State:
+        fed(pool, 3, seed=5).release()
+        assert pool.spares
+        assert torch.any(pool.spares[0][1]), "the control: the memory is not clean"
+        return State(CONFIG, pool)
+
+    fresh = used()
+    assert not torch.any(fresh.conv)
+    assert not torch.any(fresh.ssm)
+    pool.spares.clear()
+    restored = used()
+    loader = Loader(FORMAT, restored)
+    loader.feed(whole)
+    loader.put_block(0, blocks[0])
+    loader.finish()
+    assert equal(restored, load(FORMAT, [whole], blocks, pool))
+    pool.spares.clear()
+    refused = used()
+    with pytest.raises(PayloadError):
+        Loader(FORMAT, refused).feed(whole[:300] + bytes([whole[300] ^ 1]) + whole[301:])
+    refused.reset()
+    assert equal(refused, State(CONFIG, PagePool(CONFIG, 6)))
 
 
 @pytest.mark.parametrize("flip", [0x01, 0x80, 0xFF])

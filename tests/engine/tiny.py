@@ -6,6 +6,7 @@ import torch
 
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PagePool
+from services.engine.snapshots.memory import Memory
 from services.engine.snapshots.payload import Loader, PayloadFormat
 from services.engine.state import State
 
@@ -53,7 +54,9 @@ def fed(pool: PagePool, tokens: int, seed: int = 0) -> State:
 
 def dump(form: PayloadFormat, state: State) -> tuple[list[bytes], list[bytes]]:
     """The chunks of the own part, and the blocks."""
-    return list(form.dump(state)), [form.dump_block(state, number) for number in range(form.blocks(state.tokens))]
+    own = Memory().take(form.own_bytes(state.tokens))
+    form.dump(state, own.data)
+    return list(own), [form.dump_block(state, number) for number in range(form.blocks(state.tokens))]
 
 
 def load(form: PayloadFormat, chunks: Iterable[bytes], blocks: Sequence[bytes], pool: PagePool) -> State:

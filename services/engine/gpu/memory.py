@@ -88,7 +88,7 @@ class DeviceState(State):
         self.config, self.pool = config, pool
         self.place = pool.take_place()
         self.ids: list[int] = []
-        self.conv, self.ssm = pool.conv[self.place], pool.ssm[self.place]
+        self._conv, self._ssm, self._stale = pool.conv[self.place], pool.ssm[self.place], False
         self.pages: list[int] = []
         self.block_names: list[bytes] = []
         self.spoiled = self._released = False

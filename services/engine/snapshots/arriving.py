@@ -36,7 +36,7 @@ class Arriving:
                 self.chunks.append(data)
                 loader.feed(data)
             else:
-                loader.feed(data.read())
+                loader.fill(len(data), data.read)
             if not loader.own_part_done:
                 return False
             if loader.names != names or self._hot.name(self._state.ids).state_id != self.ref.state_id:
@@ -50,7 +50,7 @@ class Arriving:
                 self.blocks[names[number]] = data
                 loader.put_block(number, data)
             else:
-                loader.put_block(number, data.read())
+                loader.fill_block(number, len(data), data.read)
         if self._due:
             return False
         loader.finish()

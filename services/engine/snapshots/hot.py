@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.engine.request import StateRef
-from services.engine.snapshots.payload import Loader, PayloadFormat, state_id
+from services.engine.snapshots.memory import Memory, OwnPart
+from services.engine.snapshots.payload import Loader, PayloadFormat, copy, state_id
 from services.engine.state import State
 
 
@@ -22,7 +23,7 @@ class Stored:
     the requests that still owe it to a client."""
 
     ref: StateRef
-    chunks: tuple[bytes, ...]
+    chunks: OwnPart
     blocks: tuple[bytes, ...]
     pins: int = 0
 
@@ -44,6 +45,7 @@ class HotStates:
         self.transit_bytes = max(transit_bytes, budget_bytes)
         self.used_bytes = 0
         self._fingerprint = arithmetic_fingerprint
+        self._memory = Memory()
         self._states: OrderedDict[bytes, Stored] = OrderedDict()  # by state id, the longest unused first
         self._blocks: dict[bytes, _Block] = {}
 
@@ -85,7 +87,13 @@ class HotStates:
     def keep(self, ref: StateRef, chunks: Iterable[bytes], blocks: Mapping[bytes, bytes]) -> Stored | None:
         """Hold a payload, if it is not held yet; None if there is no room, and then `chunks` is not read. `blocks` are
         those by name that are not held already."""
-        return self.get(ref) or self._add(ref, chunks, blocks.__getitem__, owed=False)
+
+        def dump(target: memoryview) -> None:
+            for chunk in chunks:
+                copy(target[: len(chunk)], chunk)
+                target = target[len(chunk) :]
+
+        return self.get(ref) or self._add(ref, dump, blocks.__getitem__, owed=False)
 
     def take(self, state: State, owed: bool) -> tuple[Stored | None, str]:
         """Hold `state` as it is now, and how that went: taken, held (already), or dropped (no room)."""
@@ -98,14 +106,13 @@ class HotStates:
         def dump_block(name: bytes) -> bytes:
             return self.payloads.dump_block(state, numbers[name])
 
-        stored = self._add(ref, self.payloads.dump(state), dump_block, owed)
+        stored = self._add(ref, lambda target: self.payloads.dump(state, target), dump_block, owed)
         return stored, "taken" if stored else "dropped"
 
     def load(self, stored: Stored, state: State) -> int:
         """Put what is held into a fresh state -> how many ids it has consumed."""
         loader = Loader(self.payloads, state, trusted=True)
-        for chunk in stored.chunks:
-            loader.feed(chunk)
+        loader.feed(stored.chunks.data)
         for number, block in enumerate(stored.blocks):
             loader.put_block(number, block)
         loader.finish()
@@ -121,7 +128,7 @@ class HotStates:
 
     def check(self) -> None:
         """Conservation: the sizes add up and fit the budget. Raises AssertionError with the numbers."""
-        held = sum(len(chunk) for stored in self._states.values() for chunk in stored.chunks)
+        held = sum(len(stored.chunks.data) for stored in self._states.values())
         held += sum(len(block.data) for block in self._blocks.values())
         users = sum(len(set(stored.ref.blocks)) for stored in self._states.values())
         assert users == sum(block.states for block in self._blocks.values()), "blocks count other states than hold them"
@@ -131,10 +138,12 @@ class HotStates:
         )
 
     def _add(
-        self, ref: StateRef, chunks: Iterable[bytes], block_of: Callable[[bytes], bytes], owed: bool
+        self, ref: StateRef, dump: Callable[[memoryview], None], block_of: Callable[[bytes], bytes], owed: bool
     ) -> Stored | None:
         if not self._make_room(ref, owed):
             return None
+        own = self._memory.take(ref.size_bytes)
+        dump(own.data)
         for name in set(ref.blocks):
             if name in self._blocks:
                 self._blocks[name].states += 1
@@ -142,7 +151,7 @@ class HotStates:
                 self._blocks[name] = _Block(block_of(name), 1)
         blocks = tuple(self._blocks[name].data for name in ref.blocks)
         self.used_bytes += self._new_bytes(ref, 1)
-        stored = self._states[ref.state_id] = Stored(ref, tuple(chunks), blocks)
+        stored = self._states[ref.state_id] = Stored(ref, own, blocks)
         return stored
 
     def _new_bytes(self, ref: StateRef, states: int) -> int:

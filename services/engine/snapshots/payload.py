@@ -12,15 +12,16 @@ own part, little-endian, in this order:
     checksum     XXH3-64 of all bytes before it
 
 A payload that is not exactly what this engine would write for that state is refused before it is used; its lengths are
-checked against the configuration before memory is taken. Restoring is exact to the bit. Both directions go through
-chunks of at most CHUNK_BYTES (a block is one chunk), so that a large state is never in memory twice.
+checked against the configuration before memory is taken. Restoring is exact to the bit. Payloads travel in chunks of at
+most CHUNK_BYTES (a block is one chunk), and each goes where it belongs at once: a large state is never in memory twice.
 """
 
 import hashlib
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import numpy as np
 import xxhash
 
 from services.engine.errors import PayloadError
@@ -35,6 +36,10 @@ VERSION = 2
 HEADER = struct.Struct("<8sI32s32s11I2Q")  # magic, version, two fingerprints, eleven sizes, tokens, size
 CHECKSUM_BYTES = 8
 NAME_BYTES = 16
+
+Read = Callable[
+    [memoryview, int], None
+]  # fills the memory with a chunk's bytes from this one on; may raise EngineError
 
 
 class PayloadFormat:
@@ -84,10 +89,6 @@ class PayloadFormat:
         """Of the own part and all blocks."""
         return self.own_bytes(tokens) + self.blocks(tokens) * self.block_bytes
 
-    def chunks(self, tokens: int) -> int:
-        """How many chunks `dump` yields for such a state."""
-        return -(-self.own_bytes(tokens) // CHUNK_BYTES)
-
     def name_blocks(self, state: State) -> tuple[bytes, ...]:
         """Names of its complete blocks. Each is worked out once: what a block holds never changes."""
         for index in range(len(state.block_names), self.blocks(state.tokens)):
@@ -97,21 +98,16 @@ class PayloadFormat:
     def dump_block(self, state: State, index: int) -> bytes:
         return b"".join(bytes(piece) for piece in self._block_pieces(state, index))  # each is valid until the next
 
-    def dump(self, state: State) -> Iterator[bytes]:
-        """The own part, in chunks that are full but for the last. `state` must not change before the last is taken."""
+    def dump(self, state: State, target: memoryview) -> None:
+        """The own part into memory of exactly its size."""
         assert not state.spoiled
         digest = xxhash.xxh3_64()
-        buffer = bytearray()
+        rest = target
         for piece in self._own_pieces(state):
+            copy(rest[: len(piece)], piece)
             digest.update(piece)
-            for start in range(0, len(piece), CHUNK_BYTES):
-                buffer += piece[start : start + CHUNK_BYTES]
-                if len(buffer) >= CHUNK_BYTES:
-                    yield bytes(memoryview(buffer)[:CHUNK_BYTES])
-                    del buffer[:CHUNK_BYTES]
-        buffer += struct.pack("<Q", digest.intdigest())
-        for start in range(0, len(buffer), CHUNK_BYTES):
-            yield bytes(memoryview(buffer)[start : start + CHUNK_BYTES])
+            rest = rest[len(piece) :]
+        rest[:] = struct.pack("<Q", digest.intdigest())
 
     def span(self, index: int) -> tuple[int, int]:
         """The tokens of a block."""
@@ -189,32 +185,45 @@ class Loader:
 
     def feed(self, chunk: bytes | memoryview) -> None:
         """More of the own part."""
-        if not 0 < len(chunk) <= CHUNK_BYTES:
-            raise PayloadError(f"snapshot: a chunk of {len(chunk)} bytes, expected 1 to {CHUNK_BYTES}")
-        rest = memoryview(chunk)
-        while rest:
+        source = memoryview(chunk)
+        self.fill(len(chunk), lambda view, at: copy(view, source[at : at + len(view)]))
+
+    def fill(self, size: int, read: Read) -> None:
+        """The next `size` bytes of the own part, which `read` puts where they belong."""
+        if not self._trusted and not 0 < size <= CHUNK_BYTES:
+            raise PayloadError(f"snapshot: a chunk of {size} bytes, expected 1 to {CHUNK_BYTES}")
+        done = 0
+        while done < size:
             if self._target is None:
                 raise PayloadError("snapshot: bytes follow its end; it is damaged")
-            count = min(len(rest), len(self._target) - self._filled)
-            self._target[self._filled : self._filled + count] = rest[:count]
+            view = self._target[self._filled : self._filled + size - done]
+            read(view, done)
             if self._hashed and not self._trusted:
                 # What was taken over, and not what it was taken from: that may be memory of another process.
-                self._digest.update(self._target[self._filled : self._filled + count])
-            self._filled += count
-            rest = rest[count:]
+                self._digest.update(view)
+            self._filled += len(view)
+            done += len(view)
             if self._filled == len(self._target):
                 self._next_target()
 
     def put_block(self, index: int, data: bytes | memoryview) -> None:
         """A block of the state."""
+        source = memoryview(data)
+        self.fill_block(index, len(data), lambda view, at: copy(view, source[at : at + len(view)]))
+
+    def fill_block(self, index: int, size: int, read: Read) -> None:
+        """A block of the state, which `read` puts where it belongs."""
         if index not in self._missing:
             raise PayloadError(f"snapshot: block {index} is not one that is missing")
-        if len(data) != self._form.block_bytes or (not self._trusted and block_name([data]) != self.names[index]):
+        digest = xxhash.xxh3_128()
+        done = 0
+        for piece in self._state.import_kv(*self._form.span(index)) if size == self._form.block_bytes else ():
+            read(piece, done)
+            if not self._trusted:
+                digest.update(piece)
+            done += len(piece)
+        if done != size or (not self._trusted and digest.digest() != self.names[index]):
             raise PayloadError(f"snapshot: block {index} is not what its name says; it is damaged")
-        rest = memoryview(data)
-        for piece in self._state.import_kv(*self._form.span(index)):
-            piece[:] = rest[: len(piece)]
-            rest = rest[len(piece) :]
         self._missing.remove(index)
 
     def finish(self) -> None:
@@ -254,6 +263,11 @@ class Loader:
             self._target, self._filled = next(self._targets, None), 0
             if self._target is None or len(self._target):
                 return
+
+
+def copy(target: memoryview, source: bytes | memoryview) -> None:
+    """As target[:] = source, while other threads go on."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def block_name(pieces: Iterable[bytes | memoryview]) -> bytes:
