@@ -22,6 +22,7 @@ from kernels.mamba import chunk_scan, package, sweep
 from kernels.mamba.chunks import CHUNK
 from kernels.mamba.gpu import Sizes, update
 from services.tools import figures
+from services.tools.bench_convolution import Convolution
 from services.tools.bench_dense import timed
 from services.tools.dense_cases import SIZES, relative_error
 
@@ -74,6 +75,15 @@ def run(args: argparse.Namespace) -> int:
                 note = f"random inputs, {tokens} tokens, {one.fingerprint}, {versions}"
                 figures.append(args.out, f"scan.{one.name}_us", seconds * 1e6, "us", note)
                 figures.append(args.out, f"scan.{one.name}_error", found.error, "ratio", f"{note}, against float64")
+        layer = Convolution.random(SIZES, tokens, device)
+        error, same = layer.check(ODD)
+        ok = error < BOUND and same
+        wrong |= not ok
+        seconds = time_convolution(layer) if ok else None
+        print(line("convolution", tokens, seconds, Found(error, same, same), None), flush=True)
+        if args.out and seconds is not None:
+            note = f"random inputs, {tokens} tokens, {sweep.FINGERPRINT}, {versions}"
+            figures.append(args.out, "scan.convolve_us", seconds * 1e6, "us", note)
     return int(wrong)
 
 
@@ -210,8 +220,20 @@ def time_scan(scan: Scan, prompt: Prompt) -> float:
     return timed(several) / AT_ONCE
 
 
+def time_convolution(layer: Convolution) -> float:
+    """Seconds for the whole prompt. It convolves in place, so from the second time on it convolves what it made."""
+    projected, state = layer.projected.clone(), layer.state.clone()
+    segments = one_segment(len(projected), state.device)
+
+    def several() -> None:
+        for _ in range(AT_ONCE):
+            layer.run(projected, state, segments)
+
+    return timed(several) / AT_ONCE
+
+
 HEADING = (
-    f"{'scan':<12}{'tokens':>7}{'us a layer':>12}{'us a token':>12}{'error':>10}{'cut at 128':>12}{'cut at odd':>12}"
+    f"{'':<12}{'tokens':>7}{'us a layer':>12}{'us a token':>12}{'error':>10}{'cut at 128':>12}{'cut at odd':>12}"
     f"{'decode':>9}"
 )
 

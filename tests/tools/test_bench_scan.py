@@ -15,6 +15,7 @@ import torch
 from kernels.mamba import chunk_scan
 from kernels.mamba.gpu import Sizes
 from services.tools import bench_scan
+from services.tools.bench_convolution import Convolution
 from services.tools.bench_scan import BOUND, Prompt, as_decode, by_chunks, line, sequential, verify
 
 def forgetful(prompt, state, out, start, end):
@@ -26,6 +27,11 @@ def restless(prompt, state, out, start, end):
                state, out, start, end)
 
 sizes = Sizes(heads=1, head_dim=5, state=4, groups=1)
+class Careless(Convolution):
+    def run(self, projected, state, segments):
+        state.zero_() if segments[0, 0] else None
+        Convolution.run(self, projected, state, segments)
+
 prompt = Prompt.random(sizes, 131, torch.device("cpu"))
 found = verify(sequential, prompt)
 assert found.error < BOUND and found.at_chunk and found.anywhere, found
@@ -39,6 +45,13 @@ assert verify(restless, short).error > BOUND
 assert as_decode(short)  # four states: a sum of four has one order, in NumPy too
 bench_scan.sequential = restless
 assert not as_decode(short)
+
+layer = Convolution.random(sizes, 6, torch.device("cpu"))
+error, same = layer.check((1, 3))
+assert error < BOUND and same
+assert not Careless(**vars(layer)).check((1, 3))[1]
+assert layer.error(layer.projected) > 0.1
+assert layer.error(layer.found(())[0] + 1.0) == float("inf"), "z is not the convolution's"
 
 row = line("ours", 100, 2e-4, chunks, None).split()
 assert row[:4] == ["ours", "100", "200", "2.000"] and row[5:] == ["equal", "differs", "-"], row
