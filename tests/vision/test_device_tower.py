@@ -13,11 +13,12 @@ from hf_tower import CONFIG, random_tensors, write
 from torch import Tensor
 
 from services.engine.errors import CheckpointError, DeviceError, StepError
+from services.engine.gpu.ledger import MIB, VISION_LIBRARY_BYTES
 from services.engine.vision import device, ring
 from services.engine.vision.config import VisionConfig
 from services.engine.vision.device import DeviceTower, card_bytes, working_bytes
 from services.engine.vision.embedding import embed, run
-from services.engine.vision.looks import Looks
+from services.engine.vision.looks import Looks, Work
 from services.engine.vision.pieces import Pieces
 from services.engine.vision.weights import VisionWeights
 from services.tools import synthetic_vision
@@ -239,3 +240,73 @@ def test_a_card_that_fails_ends_the_engine_and_a_damaged_picture_does_not() -> N
     assert looks.pending
     looks.end(StepError("over"))
     assert isinstance(left.exception(0), StepError)
+
+
+gpu = pytest.mark.gpu
+needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@gpu
+@needs_card
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_on_a_card_rows_are_near(grid: tuple[int, int], tmp_path: Path) -> None:
+    """The same weights, exact in BF16, on both sides."""
+    made = synthetic_vision.write(tmp_path / "vision.safetensors", CONFIG)
+    with opened(made, torch.device("cuda"), torch.bfloat16) as tower:
+        found = run(tower.embed(patches(grid), grid))
+    wanted = run(embed(made, patches(grid), grid))
+    print(f"{grid}: largest error {error(found, wanted):.1e} of the largest value")
+    assert error(found, wanted) < NEAR
+    assert error(found.roll(1, 0), wanted) > 0.1
+
+
+def beside(work: Work, products: int) -> Work:
+    """With so much of other work on the card between two of its pieces."""
+    other = torch.randn(2048, 2048, device="cuda")
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            found: Tensor = done.value
+            return found
+        for _ in range(products):
+            other = (other @ other).tanh_()
+        yield
+
+
+@gpu
+@needs_card
+@pytest.mark.parametrize(("resident", "slots"), [(False, 2), (False, 3), (True, 2)])
+def test_on_a_card_the_same_picture_is_the_same_bits(resident: bool, slots: int, tmp_path: Path) -> None:
+    """Whatever ran before it or runs between its blocks; a slot that is overwritten too early would show."""
+    made = synthetic_vision.write(tmp_path / "vision.safetensors", replace(CONFIG, blocks=12))
+    grid, card = (32, 32), torch.device("cuda")
+    with opened(made, card, torch.bfloat16) as tower:
+        wanted = run(tower.embed(patches(grid), grid))
+    with opened(made, card, torch.bfloat16, resident, slots) as tower:
+        for number in range(6):
+            left = tower.embed(patches((22, 16), seed=number), (22, 16))
+            for _ in range(number):
+                next(left)
+            left.close()
+            found = run(beside(tower.embed(patches(grid), grid), number % 2 * 3))
+            assert torch.equal(found, wanted), number
+
+
+@gpu
+@needs_card
+def test_on_a_card_the_real_shape_takes_what_was_planned(tmp_path: Path) -> None:
+    made = synthetic_vision.holes(tmp_path / "vision.safetensors")
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with opened(made, torch.device("cuda"), torch.bfloat16) as tower:
+        grid = (128, 104)
+        rows = run(tower.embed(torch.randn(grid[0] * grid[1], 768), grid))
+        assert rows.shape == (3328, 4096)
+        assert torch.isfinite(rows).all()
+        wide = (2, 1026)
+        assert len(run(tower.embed(torch.randn(wide[0] * wide[1], 768), wide))) == 513
+        taken = torch.cuda.max_memory_allocated() - before
+    print(f"{taken / MIB:.0f} MiB taken, {card_bytes(made) / MIB:.0f} planned beside libraries")
+    assert card_bytes(made) * 0.8 < taken < card_bytes(made) + VISION_LIBRARY_BYTES

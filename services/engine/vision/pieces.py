@@ -19,6 +19,7 @@ from services.engine.tensorfile import DTYPES, Entry
 from services.engine.vision.weights import VisionWeights
 
 ALIGNED_BYTES = 256  # what matrix products want of an address
+_TILE = 64  # rows; a result that begins at an odd column is slow to write
 _ATTENTION = ("norm1", "qkv", "proj")
 _MLP = ("norm2", "fc1", "fc2")
 
@@ -125,9 +126,10 @@ def _rows(entry: Entry, name: str, most_bytes: int) -> tuple[Piece, ...]:
 
 
 def _cut(count: int, most: int) -> list[tuple[int, int]]:
-    """As few runs as there can be, of nearly the same length."""
-    runs = math.ceil(count / most)
-    return [(count * i // runs, count * (i + 1) // runs) for i in range(runs)]
+    """As few runs as there can be, of the same length but for the last one, and whole tiles where they may be."""
+    step = math.ceil(count / math.ceil(count / most))
+    step = min(most, math.ceil(step / _TILE) * _TILE)
+    return [(first, min(first + step, count)) for first in range(0, count, step)]
 
 
 def _place(entry: Entry) -> tuple[int, int]:

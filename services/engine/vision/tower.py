@@ -19,7 +19,7 @@ from kernels.linear.cpu import linear
 
 EPS = 1e-6
 _MLP_ROWS = 2048  # bounds what the MLP's hidden values take
-_POSITIONS = 512  # worked out at once
+_POSITIONS = 1024  # worked out at once
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,15 @@ def positions(lines: Tensor, first: int, stop: int, grid: tuple[int, int]) -> It
     upper, lower, down = _places(rows, longest, side)
     left, right, across = _places(columns, longest, side)
     begin, end = (int(row) for row in torch.searchsorted(upper, torch.tensor([first, stop])))
+    upper, lower, down = ((upper - first).to(lines.device), (lower - first).to(lines.device), down.to(lines.device))
+    left, right, across = (each.to(lines.device) for each in (left, right, across))
     for start in range(begin * columns, end * columns, _POSITIONS):
-        patches = torch.arange(start, min(start + _POSITIONS, end * columns))
+        patches = torch.arange(start, min(start + _POSITIONS, end * columns), device=lines.device)
         row, column = patches // columns, patches % columns
-        above, below = (neighbours[row].sub_(first).to(lines.device) for neighbours in (upper, lower))
-        near, far = (neighbours[column].to(lines.device) for neighbours in (left, right))
-        share = down[row, None].to(lines.device)
+        above, below, near, far, share = upper[row], lower[row], left[column], right[column], down[row, None]
         at_left = torch.lerp(lines[above, near].float(), lines[below, near].float(), share)
         at_right = torch.lerp(lines[above, far].float(), lines[below, far].float(), share)
-        yield start, torch.lerp(at_left, at_right, across[column, None].to(lines.device))
+        yield start, torch.lerp(at_left, at_right, across[column, None])
 
 
 def _places(count: int, longest: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
