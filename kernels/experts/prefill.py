@@ -20,20 +20,28 @@ from kernels.experts.prefill_kernels import FIELDS, combine_kernel, down_kernel,
 
 Tensor = torch.Tensor
 
-ROWS = 64  # lookups a program; fewer cost what 64 cost, little beside a block's way over PCIe
-UP_NEURONS = 128
-UP_INPUTS = 64  # a step of the sums
-DOWN_OUTPUTS = 64
-DOWN_NEURONS = 64
-WARPS = 4
-STAGES = 3
+MOST_ITEMS = 16  # of a launch
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A program's part of a product, `rows` lookups by `outputs`; `step`: how many of the inputs it adds at a time."""
+
+    rows: int
+    outputs: int
+    step: int
+    warps: int = 4
+    stages: int = 3
+
+
+# For every number of rows. A program of one row takes as long as one of 64: little beside a block's way over PCIe.
+UP = Tiles(64, 128, 64)
+DOWN = Tiles(64, 64, 64)
 COMBINE_TILE = 512
 COMBINE_WARPS = 2
-FINGERPRINT = (
-    f"triton-bf16 up{ROWS}x{UP_NEURONS}x{UP_INPUTS} down{ROWS}x{DOWN_OUTPUTS}x{DOWN_NEURONS} warps{WARPS} combine-f32"
+FINGERPRINT = "triton-bf16 " + " ".join(
+    f"{name}{tiles.rows}x{tiles.outputs}x{tiles.step}x{tiles.warps}" for name, tiles in (("up", UP), ("down", DOWN))
 )
-
-MOST_ITEMS = 16  # of a launch
 
 
 @dataclass(frozen=True)
@@ -106,17 +114,18 @@ def up(
     x: Tensor,
     scale_2: Tensor,
     h: Tensor,
+    tiles: Tiles = UP,
 ) -> None:
     """Queue h = relu(x_row W_up^T scale_2)^2 for the items' lookups; no other row of h is written.
 
     ring uint8 [slots, block_bytes]; items int32 [n, 5] of `Items.put`; most_rows: at least the lookups of every item;
-    x bfloat16 [T, latent]; scale_2 float32 [experts], of `up`; h bfloat16 [rows, width].
+    x bfloat16 [T, latent]; scale_2 float32 [experts], of `up`; h bfloat16 [rows, width]. `tiles` are for measurements.
     """
     _check(ring, layout, items, x, scale_2, h)
     assert x.shape[1] == layout.latent
     assert h.shape[1] == layout.width
     if most_rows:
-        up_kernel[(triton.cdiv(layout.width, UP_NEURONS), triton.cdiv(most_rows, ROWS), len(items))](
+        up_kernel[(triton.cdiv(layout.width, tiles.outputs), triton.cdiv(most_rows, tiles.rows), len(items))](
             ring,
             items,
             order.starts,
@@ -129,10 +138,10 @@ def up(
             LATENT=layout.latent,
             WIDTH=layout.width,
             TOP_K=order.top_k,
-            ROWS=ROWS,
-            NEURONS=UP_NEURONS,
-            INPUTS=UP_INPUTS,
-            **_options(x),
+            ROWS=tiles.rows,
+            NEURONS=tiles.outputs,
+            INPUTS=tiles.step,
+            **_options(x, tiles),
         )
 
 
@@ -145,6 +154,7 @@ def down(
     h: Tensor,
     scale_2: Tensor,
     y: Tensor,
+    tiles: Tiles = DOWN,
 ) -> None:
     """Queue y[lookup] = h_row W_down^T scale_2 for the items' lookups, from the h that `up` made of the same items.
 
@@ -154,7 +164,7 @@ def down(
     assert h.shape[1] == layout.width
     assert y.shape == (len(order.rows), layout.latent)
     if most_rows:
-        down_kernel[(triton.cdiv(layout.latent, DOWN_OUTPUTS), triton.cdiv(most_rows, ROWS), len(items))](
+        down_kernel[(triton.cdiv(layout.latent, tiles.outputs), triton.cdiv(most_rows, tiles.rows), len(items))](
             ring,
             items,
             order.starts,
@@ -167,10 +177,10 @@ def down(
             DOWN_SCALES=layout.down_scales,
             LATENT=layout.latent,
             WIDTH=layout.width,
-            ROWS=ROWS,
-            OUTPUTS=DOWN_OUTPUTS,
-            NEURONS=DOWN_NEURONS,
-            **_options(h),
+            ROWS=tiles.rows,
+            OUTPUTS=tiles.outputs,
+            NEURONS=tiles.step,
+            **_options(h, tiles),
         )
 
 
@@ -208,7 +218,7 @@ def _check(ring: Tensor, layout: BlockLayout, items: Tensor, inputs: Tensor, sca
     assert all(tensor.is_contiguous() for tensor in (ring, items, inputs, scale_2, outputs))
 
 
-def _options(inputs: Tensor) -> dict[str, Any]:
+def _options(inputs: Tensor, tiles: Tiles) -> dict[str, Any]:
     """The interpreter multiplies bfloat16 as if it were integers; the same values in float32 have the same products."""
     operand = tl.bfloat16 if inputs.is_cuda else tl.float32
-    return {"OPERAND": operand, "num_warps": WARPS, "num_stages": STAGES, "enable_fp_fusion": False}
+    return {"OPERAND": operand, "num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": False}

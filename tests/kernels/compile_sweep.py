@@ -13,7 +13,6 @@ EXPERTS = {
     "BLOCK_BYTES": LAYOUT.block_bytes,
     "LATENT": LAYOUT.latent,
     "WIDTH": LAYOUT.width,
-    "ROWS": prefill.ROWS,
     "OPERAND": tl.bfloat16,
 }
 
@@ -78,16 +77,17 @@ SWEEP = [
         prefill_kernels.up_kernel,
         "ring:*u8 items:*i32 starts:*i32 rows:*i32 x:*bf16 scale_2:*fp32 h:*bf16",
         EXPERTS
-        | {"UP_SCALES": LAYOUT.up_scales, "TOP_K": 22, "NEURONS": prefill.UP_NEURONS, "INPUTS": prefill.UP_INPUTS},
-        prefill.WARPS,
+        | {"UP_SCALES": LAYOUT.up_scales, "TOP_K": 22}
+        | {"ROWS": prefill.UP.rows, "NEURONS": prefill.UP.outputs, "INPUTS": prefill.UP.step},
+        prefill.UP.warps,
     ),
     (
         prefill_kernels.down_kernel,
         "ring:*u8 items:*i32 starts:*i32 rows:*i32 h:*bf16 scale_2:*fp32 y:*bf16",
         EXPERTS
         | {"DOWN_VALUES": LAYOUT.down_values, "DOWN_SCALES": LAYOUT.down_scales}
-        | {"OUTPUTS": prefill.DOWN_OUTPUTS, "NEURONS": prefill.DOWN_NEURONS},
-        prefill.WARPS,
+        | {"ROWS": prefill.DOWN.rows, "OUTPUTS": prefill.DOWN.outputs, "NEURONS": prefill.DOWN.step},
+        prefill.DOWN.warps,
     ),
     *[
         (

@@ -155,9 +155,8 @@ def test_a_lookup_does_not_depend_on_the_others() -> None:
     whole = layer.sweep(ids, x, [[0, 1, 2, 3, 4, 5, 6]])
     assert torch.equal(layer.sweep(ids, x, [[6, 3], [1], [5, 4, 2], [0]]), whole)
     assert torch.equal(layer.sweep(ids, x, [[4, 2, 1, 0], [3, 5]], most=40), whole)
-    for cut in (1, 64):
-        parts = [layer.sweep(ids[part], x[part], [[0, 1, 2, 3, 4, 5]]) for part in (slice(0, cut), slice(cut, None))]
-        assert torch.equal(torch.cat(parts), whole)
+    parts = [layer.sweep(ids[part], x[part], [[0, 1, 2, 3, 4, 5]]) for part in (slice(0, 5), slice(5, None))]
+    assert torch.equal(torch.cat(parts), whole)
     changed = x.clone()
     changed[40] += 1
     other = layer.sweep(ids, changed, [[0, 1, 2, 3, 4, 5, 6]])
