@@ -22,6 +22,10 @@ BENCHMARKS = {
     "scan": ("services.tools.bench_scan", "the Mamba scan of a prompt on the GPU, token by token and by chunks"),
     "decode-disk": ("services.tools.bench_decode_disk", "whole tokens while a part of the experts is on a drive"),
     "vision": ("services.tools.bench_vision", "pictures through the tower on the GPU, against copy and compute"),
+    "sweep-kernels": (
+        "services.tools.bench_sweep_kernels",
+        "linears and norms of a prompt's sweep on the GPU, beside cuBLAS",
+    ),
     "dense": ("services.tools.bench_dense", "every dense kernel of a decoded token on the GPU, against its bytes"),
 }
 
