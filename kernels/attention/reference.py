@@ -42,3 +42,30 @@ def _attend_tile(query: Tensor, key: Tensor, value: Tensor, first: int) -> Tenso
     shares = exp(scores - scores.amax(dim=3, keepdim=True))
     mixed = total(shares.permute(3, 0, 1, 2).contiguous().unsqueeze(4) * value[:, None, :, None], dim=0)
     return mixed / total(shares, dim=3).unsqueeze(3)
+
+
+def attend_rounded(query: Tensor, key: Tensor, value: Tensor, first: int, page_tokens: int) -> Tensor:
+    """`attend` as a sweep computes it: query and shares rounded to BF16, the softmax carried from page to page.
+
+    Shapes as for `attend`. A page's shares are relative to the largest score up to that page, so where the pages begin
+    matters to the rounding; sums and products are float32 in whatever order torch takes.
+    """
+    count, heads, size = query.shape
+    kv_heads = key.shape[1]
+    query = query.bfloat16().float().reshape(count, kv_heads, heads // kv_heads, size)
+    position = first + torch.arange(count)
+    best = torch.full(query.shape[:3], -math.inf)
+    sums = torch.zeros(query.shape[:3])
+    mixed = torch.zeros_like(query)
+    for start in range(0, first + count, page_tokens):
+        page = slice(start, min(start + page_tokens, first + count))
+        scores = torch.einsum("mgad,tgd->mgat", query, key[page]) * (math.log2(math.e) / math.sqrt(size))
+        hidden = torch.arange(page.start, page.stop)[None, :] > position[:, None]
+        scores = scores.masked_fill(hidden[:, None, None, :], -math.inf)
+        new_best = torch.maximum(best, scores.amax(dim=3))
+        shares = torch.exp2(scores - new_best.unsqueeze(3))
+        decay = torch.exp2(best - new_best)
+        sums = sums * decay + shares.sum(dim=3)
+        mixed = mixed * decay.unsqueeze(3) + torch.einsum("mgat,tgd->mgad", shares.bfloat16().float(), value[page])
+        best = new_best
+    return (mixed / sums.unsqueeze(3)).reshape(count, heads, size)

@@ -2,6 +2,7 @@
 
 import triton.language as tl
 
+import kernels.attention.sweep as attention_sweep
 from kernels.block import BlockLayout
 from kernels.experts import prefill, prefill_kernels
 from kernels.linear import sweep as linear_sweep
@@ -30,6 +31,28 @@ def linear(form: str, rows: int, columns: int, finish: str, out: str, precise: b
 
 
 HEADS, ROWS, CHANNELS = 128, 18560, 10240  # of a Mamba layer; a sequence's states of all 40 layers lie side by side
+
+
+def attend(fp8: bool) -> tuple:
+    page = "*u8" if fp8 else "*bf16"
+    arguments = (
+        f"query:*fp32 keys:{page} values:{page} tables:*i32 table_stride:i32 segments:*i32 score_factor:fp32 "
+        "value_factor:fp32 out:*i16"
+    )
+    constants = {"STRIDE": 4096, "KV_HEADS": 2, "GROUP": 16, "PADDED": 16, "SIZE": 128, "PAGE": 64, "FP8": fp8}
+    constants |= {"TOKENS": attention_sweep.tile_tokens(16, 64), "STAGES": attention_sweep.STAGES}
+    return attention_sweep.sweep_attend_kernel, arguments, constants, attention_sweep.WARPS
+
+
+def store_kv(fp8: bool) -> tuple:
+    page = "*u8" if fp8 else "*i16"
+    arguments = (
+        f"key:*fp32 key_stride:i32 value:*fp32 value_stride:i32 keys:{page} values:{page} tables:*i32 "
+        "table_stride:i32 segments:*i32 inverse_key_scale:fp32 inverse_value_scale:fp32"
+    )
+    constants = {"COLUMNS": 256, "PADDED": 256, "TOKENS": attention_sweep.STORED_TOKENS, "PAGE": 64, "FP8": fp8}
+    return attention_sweep.sweep_store_kernel, arguments, constants, attention_sweep.STORE_WARPS
+
 
 SWEEP = [
     (
@@ -98,4 +121,8 @@ SWEEP = [
         )
         for out in ("*bf16", "*fp32")
     ],
+    attend(fp8=False),
+    attend(fp8=True),
+    store_kv(fp8=False),
+    store_kv(fp8=True),
 ]
