@@ -46,6 +46,7 @@ def request_of(start: pb.Start) -> Request:
         seed=sampling.seed,
         stop_ids=frozenset(start.stop_ids),
         snapshot_at=tuple(start.snapshot_at),
+        passing_at=tuple(start.passing_at),
         snapshot_answer=start.snapshot_answer,
         offers=tuple(StateRef(o.state_id, o.tokens, o.size_bytes, tuple(o.blocks)) for o in start.offers),
         heads_only=start.heads_only,
@@ -86,8 +87,9 @@ def message_of(event: Restore | Taken | Progress | Token | Finish) -> pb.Generat
             return pb.GenerateOut(restore=pb.Restore(source=source.name, state=ref, reason=reason, need=need))
         case Taken(chunks):
             return pb.GenerateOut(taken=pb.Taken(chunks=chunks))
-        case Progress(done_tokens, total_tokens, left_ms):
-            progress = pb.Progress(done_tokens=done_tokens, total_tokens=total_tokens, left_ms=left_ms)
+        case Progress(done_tokens, total_tokens, left_ms, passing):
+            ref = None if passing is None else _ref(passing)
+            progress = pb.Progress(done_tokens=done_tokens, total_tokens=total_tokens, left_ms=left_ms, passing=ref)
             return pb.GenerateOut(progress=progress)
         case Token(id_, logprob, top):
             others = [pb.TopToken(id=other, logprob=value) for other, value in top]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from services.engine.errors import ContextError, EngineError, IdsError, PositionError, SamplingError
 
 MOST_SNAPSHOTS = 16  # positions in one request: each is a whole state
+MOST_PASSING = 4096
 MOST_OFFERS = 64  # each is hashed while the other sequences wait
 MOST_LOGPROBS = 20  # most probable ids told with each token
 
@@ -85,7 +86,8 @@ class Grammar:
 class Request:
     """One generation, as in the contract's Start.
 
-    `snapshot_at` are prompt positions, `offers` states that the client knows of, longest first. With `heads_only` the
+    `snapshot_at` are prompt positions, `passing_at` more of them, of which a newer state takes the place of the older
+    one; `offers` states that the client knows of, longest first. With `heads_only` the
     snapshots are named to the client, and kept hot, but their payloads are not sent; with `snapshots_on_request` of
     each only what the client then wants. With `idle` nothing is sampled: the prompt is read for its snapshots, while
     there is nothing else to do. `logprobs` None: not wanted, else of how many of the most probable ids,
@@ -100,6 +102,7 @@ class Request:
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
     snapshot_at: tuple[int, ...] = ()
+    passing_at: tuple[int, ...] = ()
     snapshot_answer: bool = False
     offers: tuple[StateRef, ...] = ()
     heads_only: bool = False
@@ -146,14 +149,17 @@ class Request:
             raise PositionError(f"{len(self.snapshot_at)} snapshot positions: at most {MOST_SNAPSHOTS} in one request")
         if len(self.offers) > MOST_OFFERS:
             raise PositionError(f"{len(self.offers)} states offered: at most {MOST_OFFERS} in one request")
-        last = 0
-        for position in self.snapshot_at:
-            if not last < position < len(self.ids):
-                raise PositionError(
-                    f"snapshot_at {list(self.snapshot_at)}: positions ascend from 1 to {len(self.ids) - 1} "
-                    "(one less than the prompt's tokens)"
-                )
-            last = position
+        if len(self.passing_at) > MOST_PASSING:
+            raise PositionError(f"{len(self.passing_at)} passing positions: at most {MOST_PASSING} in one request")
+        for name, positions in (("snapshot_at", self.snapshot_at), ("passing_at", self.passing_at)):
+            last = 0
+            for position in positions:
+                if not last < position < len(self.ids):
+                    raise PositionError(
+                        f"{name} {list(positions)}: positions ascend from 1 to {len(self.ids) - 1} "
+                        "(one less than the prompt's tokens)"
+                    )
+                last = position
         end = 0
         for picture in self.pictures:
             if not (end <= picture.position and 0 < picture.tokens <= len(self.ids) - picture.position):
@@ -222,11 +228,13 @@ class Taken:
 
 @dataclass(frozen=True)
 class Progress:
-    """`left_ms`: until the prompt is read, if it goes on as it went; 0: unknown yet, or it is read."""
+    """`left_ms`: until the prompt is read, if it goes on as it went; 0: unknown yet, or it is read. `passing`: the
+    state that was taken here, if it is one of the request's `passing_at`."""
 
     done_tokens: int
     total_tokens: int
     left_ms: int = 0
+    passing: StateRef | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +28,7 @@ from services.engine.request import Failed, Progress, Reason, Restore, Source
 from services.engine.sequence import Sequence
 from services.engine.snapshots.arriving import Arriving
 from services.engine.snapshots.hot import HotStates
+from services.engine.snapshots.owing import owe, owe_in_passing
 from services.engine.state import State
 from services.engine.turns import Turns
 
@@ -300,9 +302,12 @@ class Scheduler:
         assert state is not None
         self.reading.remove(sequence)
         sequence.executed_tokens += tokens
-        sequence.sink(sequence.progress(state.tokens))
+        passing = None
         if state.tokens in sequence.request.snapshot_at:
-            self._store(sequence)
+            owe(sequence, self.hot, self.metrics)
+        elif state.tokens in sequence.request.passing_at:
+            passing = owe_in_passing(sequence, self.hot, self.metrics)
+        sequence.sink(replace(sequence.progress(state.tokens), passing=passing))
         if state.tokens < len(prompt):
             self.reading.append(sequence)  # behind the others: prompts take turns
         elif sequence.request.idle:
@@ -351,21 +356,12 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, reason: Reason) -> None:
         if sequence.request.snapshot_answer:
-            self._store(sequence)
+            owe(sequence, self.hot, self.metrics)
         self._leave(sequence)
         finish = sequence.finish(reason)
         if not sequence.request.idle:
             self.metrics.finished(finish)
         sequence.sink(finish)
-
-    def _store(self, sequence: Sequence) -> None:
-        """Keep the sequence's state as it is now and owe it to the client; without room for it, go on without."""
-        assert sequence.state is not None
-        stored, result = self.hot.take(sequence.state, owed=not sequence.request.heads_only)
-        self.metrics.snapshots[result,].inc()
-        if stored is not None:
-            self.metrics.snapshot_bytes["taken",].inc(stored.ref.size_bytes if result == "taken" else 0)
-            sequence.owe(stored)
 
     def _leave(self, sequence: Sequence) -> None:
         sequence.over = True

@@ -38,6 +38,7 @@ class Sequence:
         self.unwanted = False  # the client is gone: set by any thread, so that a step under way can break off
         self.over = False  # finished, failed or dropped: in no list any more
         self.owed: list[Stored] = []  # pinned until the client has them or is gone
+        self.passing: Stored | None = None  # the one of them that a newer one takes the place of
         self.submitted_at = time.perf_counter()
         self.placed_at = 0.0
         self.reading_from = 0.0
@@ -60,7 +61,7 @@ class Sequence:
         the end. It stays the same while parts of it are read."""
         assert self.state is not None
         done, prompt = self.state.tokens, len(self.request.ids)
-        cuts = [self.cached_tokens, *self.request.snapshot_at, prompt]
+        cuts = [self.cached_tokens, *self.request.snapshot_at, *self.request.passing_at, prompt]
         return range(max(cut for cut in cuts if cut <= done), min(cut for cut in cuts if cut > done))
 
     @property
@@ -146,8 +147,13 @@ class Sequence:
         stored.pins += not self.request.heads_only
         self.owed.append(stored)
 
+    def disown(self, stored: Stored) -> None:
+        """The client is not going to get it after all."""
+        stored.pins -= not self.request.heads_only
+        self.owed.remove(stored)
+
     def settle(self) -> None:
         """The client has what it was owed, or is gone. Twice is no error."""
         for stored in self.owed:
             stored.pins -= not self.request.heads_only
-        self.owed = []
+        self.owed, self.passing = [], None

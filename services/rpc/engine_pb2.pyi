@@ -58,7 +58,7 @@ class StopThinking(_message.Message):
     def __init__(self) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("request_id", "ids", "max_tokens", "sampling", "stop_ids", "snapshot_at", "snapshot_answer", "offers", "heads_only", "min_tokens", "logprobs", "thinking", "low_priority", "grammar", "user", "snapshots_on_request", "idle", "pictures")
+    __slots__ = ("request_id", "ids", "max_tokens", "sampling", "stop_ids", "snapshot_at", "snapshot_answer", "offers", "heads_only", "min_tokens", "logprobs", "thinking", "low_priority", "grammar", "user", "snapshots_on_request", "idle", "passing_at", "pictures")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class Start(_message.Message):
     USER_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOTS_ON_REQUEST_FIELD_NUMBER: _ClassVar[int]
     IDLE_FIELD_NUMBER: _ClassVar[int]
+    PASSING_AT_FIELD_NUMBER: _ClassVar[int]
     PICTURES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     ids: _containers.RepeatedScalarFieldContainer[int]
@@ -94,8 +95,9 @@ class Start(_message.Message):
     user: str
     snapshots_on_request: bool
     idle: bool
+    passing_at: _containers.RepeatedScalarFieldContainer[int]
     pictures: _containers.RepeatedCompositeFieldContainer[PictureRef]
-    def __init__(self, request_id: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., snapshot_at: _Optional[_Iterable[int]] = ..., snapshot_answer: _Optional[bool] = ..., offers: _Optional[_Iterable[_Union[StateRef, _Mapping]]] = ..., heads_only: _Optional[bool] = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., thinking: _Optional[_Union[Thinking, _Mapping]] = ..., low_priority: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., user: _Optional[str] = ..., snapshots_on_request: _Optional[bool] = ..., idle: _Optional[bool] = ..., pictures: _Optional[_Iterable[_Union[PictureRef, _Mapping]]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., snapshot_at: _Optional[_Iterable[int]] = ..., snapshot_answer: _Optional[bool] = ..., offers: _Optional[_Iterable[_Union[StateRef, _Mapping]]] = ..., heads_only: _Optional[bool] = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., thinking: _Optional[_Union[Thinking, _Mapping]] = ..., low_priority: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., user: _Optional[str] = ..., snapshots_on_request: _Optional[bool] = ..., idle: _Optional[bool] = ..., passing_at: _Optional[_Iterable[int]] = ..., pictures: _Optional[_Iterable[_Union[PictureRef, _Mapping]]] = ...) -> None: ...
 
 class PictureRef(_message.Message):
     __slots__ = ("handle", "position", "tokens")
@@ -225,14 +227,16 @@ class Restore(_message.Message):
     def __init__(self, source: _Optional[_Union[Restore.Source, str]] = ..., state: _Optional[_Union[StateRef, _Mapping]] = ..., reason: _Optional[str] = ..., need: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("done_tokens", "total_tokens", "left_ms")
+    __slots__ = ("done_tokens", "total_tokens", "left_ms", "passing")
     DONE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEFT_MS_FIELD_NUMBER: _ClassVar[int]
+    PASSING_FIELD_NUMBER: _ClassVar[int]
     done_tokens: int
     total_tokens: int
     left_ms: int
-    def __init__(self, done_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., left_ms: _Optional[int] = ...) -> None: ...
+    passing: StateRef
+    def __init__(self, done_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., left_ms: _Optional[int] = ..., passing: _Optional[_Union[StateRef, _Mapping]] = ...) -> None: ...
 
 class Token(_message.Message):
     __slots__ = ("id", "logprob", "top")

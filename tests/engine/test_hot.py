@@ -310,3 +310,40 @@ def test_memory_is_used_again_but_not_while_somebody_reads_it() -> None:
     del third
     small = memory.take(100)
     assert np.frombuffer(small.data, np.uint8).ctypes.data != address, "a large piece is not spent on a small state"
+
+
+def test_of_states_kept_in_passing_the_newest_stays() -> None:
+    with toy() as t:
+        call = ask(t, *PROMPT, snapshot_at=(5,), passing_at=(8, 13, 20))
+        found = call.finish().snapshots
+        assert [s.state.tokens for s in found] == [5, 20]
+        told = [e.passing.tokens for e in call.events if isinstance(e, Progress) and e.passing]
+        assert told == [8, 13, 20]
+        assert len(t.hot) == 2
+        call.handle.cancel()
+        assert call.tokens == answer(list(PROMPT), 6)
+
+
+def test_a_prompt_that_was_given_up_goes_on_from_the_last_state_kept_in_passing() -> None:
+    with toy(hot_bytes=SIZE) as t:
+        gate = Gate()
+        t.model.before = gate
+        call = ask(t, *PROMPT, passing_at=(8, 13))
+        gate.hold(3)  # behind the second position
+        call.handle.cancel()
+        gate.open()
+        call.fail()
+        (ref,) = [e.passing for e in call.events if isinstance(e, Progress) and e.passing and e.passing.tokens == 13]
+        again = ask(t, *PROMPT, offers=(replace(ref, size_bytes=0),))
+        assert again.finish().cached_tokens == 13
+        assert again.tokens == answer(list(PROMPT), 6)
+
+
+def test_without_room_for_a_newer_one_the_state_kept_in_passing_stays() -> None:
+    with toy(hot_bytes=2 * SIZE) as t:
+        other = ask(t, *[9] * 20, snapshot_at=(13,))
+        other.finish()  # and its client does not take what it is owed
+        call = ask(t, *LONG, passing_at=(13, 150))
+        assert [s.state.tokens for s in call.finish().snapshots] == [13], "150 tokens have blocks, too: no room"
+        assert [e.passing.tokens for e in call.events if isinstance(e, Progress) and e.passing] == [13]
+        t.hot.check()

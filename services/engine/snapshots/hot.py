@@ -118,6 +118,11 @@ class HotStates:
         loader.finish()
         return stored.ref.tokens
 
+    def let_go(self, stored: Stored) -> None:
+        """It is of no more use; unless somebody is still owed it."""
+        if not stored.pins and self._states.get(stored.ref.state_id) is stored:
+            self._remove(stored)
+
     def trim(self) -> None:
         """Pins were taken off: back to the budget."""
         for stored in list(self._states.values()):
