@@ -152,16 +152,17 @@ def down_kernel(
         codes_at = block + DOWN_VALUES + neuron[:, None] * half + byte
         scales_at = block + DOWN_SCALES + group * LATENT + output
         total = tl.zeros([ROWS, OUTPUTS], tl.float32)
-        next_scales = _load(scales_at, (group < WIDTH // 16) & (output < LATENT), whole)
+        next_scales = _scales(_load(scales_at, (group < WIDTH // 16) & (output < LATENT), whole))
         for start in range(0, WIDTH, NEURONS):
             values = _load(h_at + start, (start + neuron < WIDTH)[None, :], whole)
             inside = (start + neuron < WIDTH)[:, None] & (byte < half)
             codes = _load(codes_at + start * half, inside, whole).to(tl.int32)
-            # A step ahead by hand: two bytes a thread are too few for an asynchronous copy, which the others are.
-            scales = _scales(next_scales)
+            # A step ahead by hand: two bytes a thread are too few for an asynchronous copy, which the others are. As
+            # float32, since the compiler spreads over the threads what the loop carries: less work for each weight.
+            scales = next_scales
             ahead = tl.minimum(start + NEURONS, WIDTH - 16) // 16
             inside = (ahead + group < WIDTH // 16) & (output < LATENT)
-            next_scales = tl.load(scales_at + ahead * LATENT, mask=inside, other=0)
+            next_scales = _scales(tl.load(scales_at + ahead * LATENT, mask=inside, other=0))
             weights = tl.reshape(tl.interleave(_low(codes), _high(codes)), [NEURONS // 16, 16, OUTPUTS])
             weights = tl.reshape(weights * scales[:, None, :], [NEURONS, OUTPUTS]).to(OPERAND)
             total = tl.dot(values.to(OPERAND), weights, total)
