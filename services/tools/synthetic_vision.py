@@ -25,20 +25,21 @@ REAL = VisionConfig(
     mean=CLIP_MEAN,
     std=CLIP_STD,
 )
-_DISTINCT = 1 << 24  # random values; a larger tensor repeats them
+_DISTINCT = 1 << 23  # random values; a larger tensor repeats them
 
 
 def write(path: Path, config: VisionConfig = REAL, seed: int = 0) -> VisionWeights:
     """BF16, about as large as trained ones. Takes 1.6 GB at the real shape."""
     random = torch.Generator().manual_seed(seed)
-    drawn = torch.empty(min(_DISTINCT, max(map(_size, shapes(config).values())))).normal_(generator=random)
     wanted = shapes(config)
+    drawn = torch.empty(min(_DISTINCT, max(map(_size, wanted.values())))).normal_(generator=random)
+    drawn = torch.cat([drawn, drawn])
     start, order = header_bytes({name: ("BF16", shape) for name, shape in wanted.items()})
 
     def pieces() -> Iterator[bytes]:
         yield start
         for number, name in enumerate(order):
-            yield tensor_bytes(_values(drawn, name, wanted[name], number).to(torch.bfloat16))
+            yield tensor_bytes(_values(drawn, name, wanted[name], number))
 
     write_file(path, pieces())
     return VisionWeights(path, config)
@@ -55,13 +56,14 @@ def holes(path: Path, config: VisionConfig = REAL) -> VisionWeights:
 
 
 def _values(drawn: Tensor, name: str, shape: tuple[int, ...], number: int) -> Tensor:
-    """Each tensor begins somewhere else among the drawn values."""
-    size = _size(shape)
-    begin = number * 7919 % len(drawn)
-    values = torch.cat([drawn[begin:], drawn[:begin]]).repeat(-(-size // len(drawn)))[:size].view(shape)
+    """BF16. Each tensor begins somewhere else among the drawn values, which are there twice."""
+    size, distinct = _size(shape), len(drawn) // 2
+    begin = number * 7919 % distinct
+    values = drawn[begin : begin + distinct]
+    values = (values if size <= distinct else values.repeat(-(-size // distinct)))[:size].view(shape)
     if name.endswith("norm") or ("norm" in name and name.endswith("weight")):
-        return values * 0.2 + 1
-    return values * (shape[-1] ** -0.5 if len(shape) == 2 and name != "class_tokens" else 0.2)
+        return (values * 0.2 + 1).to(torch.bfloat16)
+    return values.to(torch.bfloat16) * (shape[-1] ** -0.5 if len(shape) == 2 and name != "class_tokens" else 0.2)
 
 
 def _size(shape: tuple[int, ...]) -> int:

@@ -17,6 +17,7 @@ from toy_engine import Call
 from services.engine.errors import ContextError, PictureError, PictureGoneError, PositionError, UnsupportedError
 from services.engine.experts.store import Store
 from services.engine.request import Picture, Request, Restore, Snapshot, Source
+from services.engine.vision.device import DeviceTower
 from services.engine.vision.ids import FIRST, picture_ids
 from services.engine.vision.sight import Ask, Missing, Resolution, Seen
 from services.tools import oracle, small_checkpoint
@@ -88,6 +89,26 @@ def test_the_same_pixels_are_worked_on_once(engine: Demo) -> None:
     assert seen(engine, encoded(corners(), "WEBP", lossless=True), with_orientation(6, "PNG")) == plain * 2
     assert cache.used_bytes == used_bytes
     cache.check()
+
+
+def test_a_picture_is_read_by_what_the_engine_was_given(
+    engine: Demo, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way that a card goes, here on the processor: through the same cache, and as near as float32 is."""
+    sight = engine.engine.sight
+    fresh = encoded(Image.effect_noise((14, 14), 60).convert("RGB"))
+    (plain,) = seen(engine, fresh)
+    tower = DeviceTower(sight.weights, torch.device("cpu"), dtype=torch.float32)
+    with demo(store) as other:
+        monkeypatch.setattr(other.engine.sight, "_read", tower.embed)
+        (found,) = seen(other, fresh)
+        assert found.tokens == plain.tokens
+        kept = [each.engine.sight.cache._entries for each in (engine, other)]
+        rows = [next(e.rows for e in entries.values() if e.handle in (plain.handle, found.handle)) for entries in kept]
+        assert torch.allclose(*rows, rtol=1e-3, atol=1e-4)
+        assert not torch.allclose(rows[0].roll(1, 0), rows[1], rtol=1e-3, atol=1e-4)
+        assert len(tower.ring._reads) == len(tower.ring.order), "the other way was not taken"
+    tower.close()
 
 
 def test_what_a_picture_shows_changes_the_answer(engine: Demo) -> None:
