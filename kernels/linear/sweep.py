@@ -103,7 +103,7 @@ def _split(pair):
 
 @triton.jit
 def _scale_pair(codes):
-    """uint8 E4M3 -> int32: the value times 2^116 as a bfloat16, twice."""
+    """E4M3 codes, of values that are not negative -> int32: the value times 2^116 as a bfloat16, twice."""
     if _INTERPRETED:
         value = _float((codes.to(tl.int32) & 0x7F) << 20) * 3.3230699894622897e35 * 3.3230699894622897e35
         bits = value.to(tl.int32, bitcast=True)
