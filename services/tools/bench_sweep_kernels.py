@@ -3,7 +3,7 @@
 Random weights and inputs (sweep_cases.py). The caches are filled with other bytes before every launch. A linear is held
 against cuBLAS with the same shape in BF16, timed in the same run. With `--check` each kernel is first compared with its
 definition in float64, and bit for bit with itself on rows cut otherwise; one that is wrong is not timed. With `--tiles`
-other tiles are timed instead: how the fixed ones were chosen.
+other tiles are timed instead: how the fixed ones were chosen. The routed experts come last (sweep_expert_cases.py).
 """
 
 import argparse
@@ -18,7 +18,7 @@ import torch
 import triton
 
 from kernels.linear.sweep import Tiles
-from services.tools import figures
+from services.tools import figures, sweep_expert_cases
 from services.tools.dense_cases import Dense
 from services.tools.sweep_cases import Case, sweep_cases
 
@@ -62,6 +62,9 @@ def run(args: argparse.Namespace) -> int:
                 wrong.append(f"{name} M={tokens}")
         del case
         torch.cuda.empty_cache()
+    in_time = time.monotonic() - begun <= args.seconds
+    if args.only in sweep_expert_cases.NAME and in_time and not sweep_expert_cases.run(args.out, args.tiles):
+        wrong.append(sweep_expert_cases.NAME)
     print(f"{time.monotonic() - begun:.0f} s in all; wrong: {', '.join(wrong) or 'none'}")
     return 1 if wrong else 0
 

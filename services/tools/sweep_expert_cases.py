@@ -21,6 +21,7 @@ from services.tools import figures
 from services.tools.bench_dense import timed
 from services.tools.dense_cases import relative_error
 
+NAME = "routed experts"
 LAYOUT = BlockLayout(latent=1024, width=2688)
 EXPERTS, TOP_K = 512, 22
 SLOTS = 64  # 198 MB
