@@ -58,7 +58,7 @@ class EngineConfig:
     )
     kv_gb: float = setting(1.0, "GB", "RAM for the attention layers' keys and values, if the CPU computes")
     prefill_chunk_tokens: int = setting(
-        64, "tokens", "prompt tokens read between two tokens of the other sequences; at most 8 on a GPU"
+        64, "tokens", "prompt tokens that are read at once, shared by the prompts that wait; at most 8 on a GPU"
     )
     grammar_max_bytes: int = setting(262_144, "bytes", "largest schema or grammar that an answer may have to follow")
     grammar_timeout_s: float = setting(5.0, "s", "longest wait for a schema or grammar to be worked out")
