@@ -23,6 +23,7 @@ from services.tools.dense_cases import (
     check_rows,
     relative_error,
 )
+from services.tools.sweep_attention import AttentionCase
 
 Tensor = torch.Tensor
 
@@ -198,4 +199,8 @@ def sweep_cases(dense: Dense) -> dict[str, Callable[[], Case]]:
     )
     for name, gated in (("rms norm", False), ("gated norm", True)):
         cases[name] = partial(NormCase, dense, name, gated)
+    for form in ("BF16", "FP8"):
+        for context in (2048, 32768):
+            name = f"attend {form} {context}"
+            cases[name] = partial(AttentionCase, dense, name, context, form == "FP8")
     return cases
