@@ -1,14 +1,17 @@
 // Runs the host library hard for a given time, under a sanitizer: steps over a cache that is far too small, with evicted
-// blocks poisoned, while other threads prefetch at random and read the counters, and one block on disk is damaged. Every
-// result is compared with what a host with room for all and one thread gives. Ends with status 0 if nothing differed.
+// blocks poisoned, while other threads prefetch at random, feed sweeps and read the counters, and one block on disk is damaged.
+// Every result is compared with what a host with room for all and one thread gives, every block of a feed with its checksum as
+// long as it is out. Ends with status 0 if nothing differed.
 //
 //   host_stress FOLDER SECONDS
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <fstream>
 #include <random>
 #include <thread>
@@ -86,6 +89,48 @@ std::vector<Call> make_calls(const Catalog& catalog, const std::string& path) {
   return calls;
 }
 
+// Sweeps of random experts, with up to `hold` blocks out while others are asked for; every fourth is abandoned. Returns how many
+// blocks came.
+int64_t feed_sweeps(const Catalog& catalog, Cache& cache, unsigned seed, const std::atomic<bool>& stop) {
+  std::mt19937 random{seed};
+  int64_t blocks = 0;
+  while (!stop) {
+    const int layer = int(random() % LAYERS), leave_after = random() % 4 ? EXPERTS : int(random() % 4);
+    int32_t counts[EXPERTS];
+    for (int32_t& count : counts) count = random() % 4 ? int32_t(random() % 3) : 0;
+    const bool damaged = counts[DAMAGED % EXPERTS] && layer == DAMAGED / EXPERTS;
+    int named = 0;
+    for (const int32_t count : counts) named += count > 0;
+    if (!cache.begin_feed(layer, counts, 10, 1 + int(random() % 8))) return blocks;
+    int32_t next[EXPERTS];
+    for (int32_t expert = 0; expert < EXPERTS; expert++) next[expert] = (layer + 1) % LAYERS * EXPERTS + expert;
+    cache.expect(next, random() % EXPERTS);
+    std::deque<Feed::Block> out;
+    std::string error;
+    const size_t hold = random() % 3;
+    int came = 0;
+    while (came < leave_after) {
+      Feed::Block taken[4];
+      const int count = cache.take(20'000'000'000, 1 + int(random() % 4), taken, &error);
+      if (count < 0 || (count == 0 && cache.feed_over())) break;
+      came += count;
+      out.insert(out.end(), taken, taken + count);
+      for (bool must = count == 0; must || out.size() > hold; must = false) {
+        const Feed::Block block = out.front();
+        out.pop_front();
+        if (xxh64(cache.memory(block.lease), uint64_t(catalog.shape.block_bytes)) != catalog.checksums[size_t(block.key)])
+          std::fprintf(stderr, "a block of a feed differs\n"), std::_Exit(5);
+        if (!cache.give_back(&block.number, 1)) std::fprintf(stderr, "a block was not out\n"), std::_Exit(6);
+      }
+    }
+    cache.end_feed();
+    if (error.empty() ? came < std::min(named, leave_after) || (damaged && came == named) : !damaged)
+      std::fprintf(stderr, "a feed of %d gave %d: %s\n", named, came, error.c_str()), std::_Exit(7);
+    blocks += came;
+  }
+  return blocks;
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
@@ -96,12 +141,13 @@ int main(int, char** arguments) {
   std::ifstream file(path, std::ios::binary);
   const std::vector<uint8_t> bytes{std::istreambuf_iterator<char>(file), {}};
   int steps = 0, failures = 0;
+  int64_t fed = 0;
   for (int round = 0; std::chrono::steady_clock::now() < until; round++) {
     const int slots[] = {1, 2, 5, 9}, threads[] = {4, 2, 3, 1};
     Workers workers(threads[round % 4], round % 2 * 20);
     std::unique_ptr<Step> step;
     FileDrive drive(path);
-    EmulatedDrive copy(bytes.data(), int64_t(bytes.size()), {1e9, 5e8, 20000, 2});
+    EmulatedDrive copy(carrier_from(bytes.data()), int64_t(bytes.size()), {1e9, 5e8, 20000, 2});
     const char* policies[] = {"layered", "lru", "s3fifo", "layered", "sieve", "lfu", "quota"};
     Cache cache(catalog, {{&drive, &copy}, policies[round % 7], Prefetching(1 + round % 2), slots[round % 4], 1 + round % 3, false, true,
                           round % 5 ? 0 : 300});
@@ -118,6 +164,8 @@ int main(int, char** arguments) {
         std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
       }
     });
+    int64_t fed_now = 0;
+    std::thread feeding([&] { fed_now = feed_sweeps(catalog, cache, unsigned(round) + 2000, stop); });
     std::thread watching([&] {
       while (!stop) {
         if (!cache.check().empty()) std::fprintf(stderr, "%s\n", cache.check().c_str()), std::_Exit(4);
@@ -139,7 +187,9 @@ int main(int, char** arguments) {
     }
     stop = true;
     guessing.join();
+    feeding.join();
+    fed += fed_now;
     watching.join();
   }
-  std::printf("%d steps, %d of them failed as they had to\n", steps, failures);
+  std::printf("%d steps, %d of them failed as they had to, %lld blocks fed\n", steps, failures, (long long)fed);
 }

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from expert_store import BlocksOnDisk, batch, same, write_blocks
-from feeding import ALL, EXPERTS, LAYERS, TOKENS, changed, drain, is_whole, naming, swept
+from feeding import ALL, EXPERTS, LAYERS, TOKENS, changed, drain, is_whole, naming, resident, swept
 
 from kernels.block import BlockLayout
 from kernels.experts.host.binding import BlockError, Host, HostError
@@ -146,6 +147,21 @@ def test_a_block_that_both_want_is_read_once(blocks: BlocksOnDisk, opened: Opene
         drain(feed, blocks, seed % 2)
         feed.end()
     assert host.counters()["demand_read_bytes"] == LAYERS * EXPERTS * blocks.layout.block_bytes
+
+
+def test_steps_leave_nothing_in_ram_but_what_is_yet_to_come(blocks: BlocksOnDisk, opened: Opener) -> None:
+    """What steps have brought stands in the way of what the feed would read first, and has its turn. (It waited.)"""
+    host = opened(slots=2)
+    swept(host, blocks, 0, [1, 3])
+    feed = Feed(host)
+    feed.begin(0, naming([1, 3, 5, 7, 9]), TOKENS)
+    ids, x = torch.tensor([[7, 9]], dtype=torch.int32), torch.randn(1, blocks.layout.latent)
+    host.step(0, ids, torch.ones(1, 2), x)
+    before = host.counters()
+    assert resident(host, 0) == {7, 9}
+    assert sorted(drain(feed, blocks, 0)) == [1, 3, 5, 7, 9]
+    feed.end()
+    assert changed(host, before)["demand_read_bytes"] == 3 * blocks.layout.block_bytes
 
 
 def test_what_may_be_out_is_bounded(blocks: BlocksOnDisk, opened: Opener) -> None:

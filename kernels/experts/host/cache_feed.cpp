@@ -120,7 +120,7 @@ bool Cache::take_missing(Read* read) {
     return false;
   }
   if (!load(key, why, &lease, true) && !(feed_.missing_alone() && load(key, Why::demand, &lease, true))) {
-    feed_.found_no_slot();
+    feed_.found_no_slot(table_);
     return false;
   }
   feed_.started(table_, lease, false);

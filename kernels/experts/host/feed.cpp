@@ -49,6 +49,12 @@ void Feed::started(SlotTable& table, const Lease& lease, bool ready) {
     coming_.push_back(lease);
 }
 
+void Feed::found_no_slot(const SlotTable& table) {
+  const auto here = std::find_if(missing_.begin(), missing_.end(), [&](Key key) { return table.find(key) != nullptr; });
+  stuck_ = here == missing_.end();
+  if (!stuck_) std::rotate(missing_.begin(), here, here + 1);
+}
+
 bool Feed::arrived(const Lease& lease, Key key, const std::string& error) {
   const auto found = std::find_if(coming_.begin(), coming_.end(), [&](const Lease& one) {
     return one.slot == lease.slot && one.generation == lease.generation;
@@ -71,7 +77,7 @@ int Feed::take(SlotTable& table, Block* out, int most, int* hits, int* lost) {
     resident_.pop_front();
     const Slot* slot = table.find(key);
     if (!slot || slot->state != State::ready) {
-      missing_.insert(std::lower_bound(missing_.begin(), missing_.end(), key), key);
+      missing_.push_back(key);
       ++*lost;
       continue;
     }

@@ -57,7 +57,8 @@ class Feed {
   // Nothing else may be waited for: it must get a slot if any can be had.
   bool missing_alone() const { return resident_.empty() && coming_.empty() && arrived_.empty(); }
   void started(SlotTable&, const Lease&, bool ready);
-  void found_no_slot() { stuck_ = true; }
+  // A block that a step has brought meanwhile, which needs none, comes first then.
+  void found_no_slot(const SlotTable&);
   bool stuck() const { return stuck_; }
   void try_again() { stuck_ = false; }
   // A read has ended. Whether it was for the feed; if it failed, its lease is no more.
