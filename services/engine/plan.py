@@ -24,6 +24,7 @@ from services.engine.weights import dense_tensors
 GB = 1_000_000_000
 MIB = 1 << 20
 SEQUENCES = 4  # on a CPU
+VISION_RING = "ring of vision weights, page-locked"  # a line of the ledger
 MEMINFO = Path("/proc/meminfo")
 OSRELEASE = Path("/proc/sys/kernel/osrelease")
 CGROUP = Path("/sys/fs/cgroup")
@@ -105,7 +106,10 @@ def make_plan(config: EngineConfig, store: Store, machine: Machine, card_free_by
         *_pictures(config, store, device is not None and device.sees),
     )
     room_bytes = machine.available_bytes - sum(size for _, size in rest)
-    slots, blocks = _slots(config, store, room_bytes, machine.pinned_bytes), sum(map(len, store.blocks))
+    pinned_bytes = machine.pinned_bytes
+    if pinned_bytes is not None:
+        pinned_bytes -= sum(size for name, size in rest if name == VISION_RING)
+    slots, blocks = _slots(config, store, room_bytes, pinned_bytes), sum(map(len, store.blocks))
     experts = (f"experts, {slots} of {blocks} blocks", slots * store.layout.block_bytes)
     resident_bytes = _resident_bytes(store, device, machine, experts[1] if slots == blocks else None, room_bytes)
     if resident_bytes:
@@ -138,7 +142,7 @@ def _pictures(config: EngineConfig, store: Store, on_device: bool) -> tuple[tupl
         return ()
     kept = ("embeddings of pictures, at most", int(config.picture_cache_gb * GB))
     reading = ("one picture being read, at most", reading_bytes(weights.config, on_device))
-    ring = ("ring of vision weights, page-locked", ring_bytes(Pieces.of(weights)) if on_device else 0)
+    ring = (VISION_RING, ring_bytes(Pieces.of(weights)) if on_device else 0)
     return (kept, reading, ring) if on_device else (kept, reading)
 
 
@@ -180,7 +184,7 @@ def _slots(config: EngineConfig, store: Store, room_bytes: int, pinned_bytes: in
     blocks, block_bytes, least = sum(map(len, store.blocks)), store.layout.block_bytes, store.config.experts_per_token
     if not config.expert_slots and not config.expert_cache_gb:
         bytes_ = max(room_bytes // 2, room_bytes - int(config.memory_margin_gb * GB))
-        return min(blocks, max(least, min(bytes_, pinned_bytes or bytes_) // block_bytes))
+        return min(blocks, max(least, min(bytes_, bytes_ if pinned_bytes is None else pinned_bytes) // block_bytes))
     slots = config.expert_slots or int(config.expert_cache_gb * GB / block_bytes)
     if slots < least:
         chosen = "expert_slots" if config.expert_slots else "expert_cache_gb"

@@ -5,10 +5,14 @@ start: the ledger, or a refusal that says what to change.
 """
 
 import argparse
+import tempfile
 from pathlib import Path
 
+from services.engine.errors import StoreError
 from services.engine.experts.store import Store
 from services.engine.gpu.ledger import BUDGETS, MIB, Layout, Wanted, require, stored_layout, view
+from services.engine.vision.device import card_bytes
+from services.tools import synthetic_vision
 from services.tools.synthetic_shapes import RECIPES, SHAPES, dense_layout
 
 
@@ -22,11 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=int, default=1, help="generated at once (default 1)")
     parser.add_argument("--context", type=int, default=4096, metavar="TOKENS", help="of each (default 4096)")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="format of keys and values")
+    parser.add_argument("--pictures", action="store_true", help="with what it takes to read pictures on the card")
     parser.add_argument("--vram-mib", type=int, metavar="N", help="refuse, with status 1, what does not fit into N MiB")
 
 
 def run(args: argparse.Namespace) -> int:
-    wanted = Wanted(args.sequences, args.context, args.kv)
+    vision_bytes = _vision_bytes(args.store) if args.pictures else 0
+    wanted = Wanted(args.sequences, args.context, args.kv, vision_bytes=vision_bytes)
     dense: Layout
     if args.store:
         config, dense, name = Store.open(args.store).config, stored_layout(args.store), str(args.store)
@@ -38,3 +44,14 @@ def run(args: argparse.Namespace) -> int:
     budgets = BUDGETS if args.vram_mib is None else {"as given": args.vram_mib}
     print(f"{name}\n{view(config, dense, wanted, budgets)}")
     return 0
+
+
+def _vision_bytes(store: Path | None) -> int:
+    """Of a store's tower, or of the released one."""
+    if store is not None:
+        weights = Store.open(store).vision()
+        if weights is None:
+            raise StoreError(f"{store}: this model does not see; leave --pictures out")
+        return card_bytes(weights)
+    with tempfile.TemporaryDirectory() as folder:
+        return card_bytes(synthetic_vision.holes(Path(folder, "vision.safetensors")))

@@ -182,6 +182,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], demo_store: Store) -> N
     assert main(["ledger", str(demo_store.folder), "--vram-mib", "8151"]) == 0
     assert "8151 MiB, as given: fits" in capsys.readouterr().out
     assert SMALL.experts < SUPER.experts
+    assert main(["ledger", "--shape", "super", "--pictures"]) == 0
+    assert "242.5 MiB  vision ring and activations" in capsys.readouterr().out
+    assert main(["ledger", str(demo_store.folder), "--pictures"]) == 1
+    assert "this model does not see" in capsys.readouterr().err
 
 
 def test_the_engine_refuses_at_start_what_does_not_fit(demo_store: Store) -> None:

@@ -172,3 +172,6 @@ def test_vision_weights_stay_in_ram_only_where_nothing_else_could_use_it(
     on_the_cpu = dict(made_on(Machine(20 * GB, 6), None).ledger)
     assert "ring of vision weights, page-locked" not in on_the_cpu
     assert on_the_cpu["one picture being read, at most"] > lines["one picture being read, at most"]
+    small = 10 * store.layout.block_bytes
+    scarce = made_on(Machine(20 * GB, 6, pinned_bytes=int(lines["ring of vision weights, page-locked"]) + small))
+    assert scarce.slots == 10 < scarce.blocks, "the ring is page-locked too"

@@ -50,17 +50,18 @@ class DeviceTower:
         """Takes all memory there will be, and runs once for what libraries take. Raises MemoryPlanError."""
         self.weights, self.device, self.dtype = weights, device, dtype
         self.pieces = Pieces.of(weights)
-        self.memory = torch.zeros(working_bytes(weights.config, dtype), dtype=torch.uint8, device=device)
-        self.ring = Ring(self.pieces, device, resident=resident, slots=slots)
-        if device.type == "cuda":
-            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # sums stay float32
-            try:
+        try:
+            self.memory = torch.zeros(working_bytes(weights.config, dtype), dtype=torch.uint8, device=device)
+            self.ring = Ring(self.pieces, device, resident=resident, slots=slots)
+            if device.type == "cuda":
+                torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # sums stay float32
                 self._warm()
-            except BaseException as error:
+        except BaseException as error:
+            if hasattr(self, "ring"):
                 self.close()
-                if isinstance(error, torch.cuda.OutOfMemoryError):
-                    raise MemoryPlanError(f"the GPU's memory ran out while a picture was tried: {error}") from error
-                raise
+            if isinstance(error, torch.cuda.OutOfMemoryError):
+                raise MemoryPlanError(f"the GPU's memory ran out while a picture was tried: {error}") from error
+            raise
 
     def embed(self, patches: Tensor, grid: tuple[int, int]) -> Work:
         """As embedding.embed, a block between two yields. The rows are on the host, float32."""
