@@ -1,6 +1,7 @@
 """Causal grouped-query attention without positions: the definition. Formula: Vaswani et al. 2017, equation 1.
 
-Float32 throughout. A query's bits depend on its own keys only: not on later ones, nor on the queries beside it.
+Float32 throughout, but for what `attend_rounded` says. A query's bits depend on its own keys only: not on later ones,
+nor on the queries beside it.
 """
 
 import math
