@@ -155,8 +155,11 @@ class Answer:
                     if self._asked.progress and message.restore.source != pb.Restore.SEND:
                         reading_from = time.perf_counter()
                         yield self._progress(pb.Progress(done_tokens=self._restored_tokens), 0.0)
-                elif kind == "progress" and self._asked.progress:
-                    yield self._progress(message.progress, time.perf_counter() - reading_from)
+                elif kind == "progress":
+                    if message.progress.HasField("passing"):
+                        self._snapshots.passed(self._asked.plan, message.progress.passing)
+                    if self._asked.progress:
+                        yield self._progress(message.progress, time.perf_counter() - reading_from)
                 elif kind == "token":
                     for delta in self._token(message.token):
                         yield delta
@@ -228,6 +231,7 @@ class Answer:
                 await self._snapshots.refused(plan, restore.state.state_id)
         elif restore.source != pb.Restore.NONE:
             self._restored_tokens = restore.state.tokens
+        self._snapshots.not_held(plan, self._restored_tokens)
 
     async def _stop(self) -> pb.Finish | None:
         """A stop string was found: let the engine end the answer, so that the prompt's snapshots are not lost."""

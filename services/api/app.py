@@ -121,7 +121,10 @@ def _build_chats(
     config: ApiConfig, folder: ModelFolder, engines: Engines, store: Store | None, metrics: Metrics
 ) -> Chats:
     memory = RecordMemory()
-    snapshots = Snapshots(folder, store, memory, metrics, config.snapshot_min_tokens, Exchange(config.exchange_dir))
+    exchange = Exchange(config.exchange_dir)
+    snapshots = Snapshots(
+        folder, store, memory, metrics, config.snapshot_min_tokens, config.snapshot_every_tokens, exchange
+    )
     saving = Saving(folder, store, memory, metrics, config.snapshot_writes, config.snapshot_write_s)
     ahead = Ahead(folder, snapshots, saving, metrics, config.request_timeout_s) if config.read_ahead else None
     limits = (config.default_max_tokens, config.request_timeout_s)

@@ -260,6 +260,7 @@ class Chats:
             sampling=sampling.message(defaults, info.vocab_size, choice),
             stop_ids=defaults.stop_ids,
             snapshot_at=list(plan.keep),
+            passing_at=list(plan.passing),
             snapshot_answer=plan.keep_answer,
             offers=plan.refs(),
             heads_only=plan.heads_only,

@@ -47,6 +47,12 @@ class ApiConfig:
         True, "", "after an answer, an engine that has nothing to do reads the history as the next turn will show it"
     )
     snapshot_min_tokens: int = setting(8, "tokens", "a snapshot that would save fewer tokens than this is not taken")
+    snapshot_every_tokens: int = setting(
+        4096,
+        "tokens",
+        "about how often a long prompt's state is kept while it is read, each in the place of the one before, so that "
+        "one that is given up goes on from there; 0: never",
+    )
     snapshot_write_s: float = setting(120.0, "s", "longest time for storing one answer's snapshots")
     snapshot_writes: int = setting(
         2, "answers", "whose snapshots are stored at the same time; further ones are skipped"
@@ -113,6 +119,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "embedded_memory_mb": (16, 1_000_000),
     "snapshot_ttl_s": (1, 10 * 365 * 86400),
     "snapshot_min_tokens": (1, 1_000_000),
+    "snapshot_every_tokens": (0, 1_000_000),
     "snapshot_write_s": (0.1, 3600),
     "snapshot_writes": (1, 1000),
     "max_body_bytes": (1024, 2**32),

@@ -97,5 +97,11 @@ class RecordMemory:
         if old is not None:
             self._ids -= len(old.ids)
 
+    def forget_hot(self, key: bytes) -> None:
+        """The same, if its state is nowhere but in an engine."""
+        old = self._records.get(key)
+        if old is not None and not old.head.chunks:
+            self.forget(key)
+
     def __len__(self) -> int:
         return len(self._records)

@@ -131,7 +131,7 @@ class Saving:
         """Remember a state under the text it has read. None if no later request would look for it."""
         tokens = head.state.tokens
         if tokens < len(plan.ids):
-            key, ids = plan.keep.get(tokens), plan.ids[:tokens]
+            key, ids = plan.keep.get(tokens) or plan.passing.get(tokens), plan.ids[:tokens]
         else:
             key, ids = answer or (None, ())
         if key is None or not 0 < tokens <= len(ids):

@@ -3,8 +3,9 @@ the check of what is found; store.py owns Redis, saving.py the way there, the en
 
 A state is found by the *text* it has read, at boundaries that the next request will share: the end of the first turn
 (system prompt and tools), the end of the history before the newest answer, and the end of an answer as the template
-will render it later. The *ids* that were really fed come from the record: text that is tokenised again may give others,
-and a recurrent state fits no others. So a prompt is the record's ids and the tokenised rest of its text.
+will render it later; and, for a prompt that is given up or changed, at places inside a long text. The *ids* that were
+really fed come from the record: text that is tokenised again may give others, and a recurrent state fits no others. So
+a prompt is the record's ids and the tokenised rest of its text.
 
 Nothing is believed: a record counts only if its ids spell the text of the prompt up to the boundary.
 """
@@ -23,6 +24,7 @@ from services.api.exchange import WINDOW, Exchange
 from services.api.keys import boundary_keys, space_of
 from services.api.metrics import Metrics
 from services.api.model_folder import ModelFolder
+from services.api.places import places
 from services.api.records import Head, Record, RecordMemory
 from services.api.shown import Shown, named_places
 from services.api.store import Store
@@ -54,6 +56,7 @@ class Plan:
     ids: tuple[int, ...]
     offers: tuple[Offer, ...]  # longest first
     keep: Mapping[int, bytes]  # prompt position -> key of the text before it
+    passing: Mapping[int, bytes]  # the same, of those that are of use until a later one is reached
     keep_answer: bool
     heads_only: bool
     space: bytes
@@ -89,6 +92,7 @@ class Snapshots:
         memory: RecordMemory,
         metrics: Metrics,
         min_tokens: int,
+        every_tokens: int,
         exchange: Exchange,
     ) -> None:
         self._tokenizer = folder.tokenizer
@@ -97,6 +101,7 @@ class Snapshots:
         self._memory = memory
         self._metrics = metrics
         self._min_tokens = min_tokens
+        self._every_tokens = every_tokens
         self._exchange = exchange
         metrics.store_available.set_function(lambda: float(self.store_available))
 
@@ -108,16 +113,20 @@ class Snapshots:
         """Never fails for the store's troubles: then the prompt is read from its first token."""
         began = time.perf_counter()
         space = space_of(info.model_fingerprint, info.arithmetic_fingerprint)
-        keys = boundary_keys(space, prompt.text, prompt.boundaries, named_places(prompt.text, prompt.shown))
+        inside = places(prompt.text, self._every_tokens, prompt.history_end or len(prompt.text))
+        boundaries = [*prompt.boundaries, *inside]
+        keys = boundary_keys(space, prompt.text, boundaries, named_places(prompt.text, prompt.shown))
         found, older, stored = await self._find(prompt, keys)
-        ids, offers = await asyncio.to_thread(self._compose, prompt, found)
+        ids, offers, positions = await asyncio.to_thread(self._compose, prompt, found, inside)
+        keep = self._choose(prompt, ids, keys, stored - {offset for offset in found if offset not in offers})
         self._metrics.lookup_s.observe(time.perf_counter() - began)
         wrong = [offer for offset, offer in found.items() if offset not in offers]
         await self._forget(wrong)
         return Plan(
             ids=tuple(ids),
             offers=tuple(Offer(keys[offset], offer.record, offer.sendable) for offset, offer in offers.items()),
-            keep=self._choose(prompt, ids, keys, stored - {offset for offset in found if offset not in offers}),
+            keep=keep,
+            passing={at: keys[offset] for at, offset in positions.items() if at not in keep and 0 < at < len(ids)},
             keep_answer=prompt.history_end is not None,
             heads_only=not self.store_available,
             space=space,
@@ -130,7 +139,21 @@ class Snapshots:
     def unkept(self, ids: Sequence[int], info: pb.InfoResponse) -> Plan:
         """For a prompt that is no dialog: read from its first token, and not kept."""
         space = space_of(info.model_fingerprint, info.arithmetic_fingerprint)
-        return Plan(tuple(ids), (), {}, False, True, space, {})
+        return Plan(tuple(ids), (), {}, {}, False, True, space, {})
+
+    def passed(self, plan: Plan, state: pb.StateRef) -> None:
+        """The engine holds this state while it reads on, in the place of the one before."""
+        for at, key in plan.passing.items():
+            if at < state.tokens:
+                self._memory.forget_hot(key)
+            elif at == state.tokens:
+                self._memory.put(key, Record(Head(state.state_id, at, at, 0, 0), array("I", plan.ids[:at])))
+
+    def not_held(self, plan: Plan, tokens: int) -> None:
+        """The engine began with a state of so many tokens: longer ones that only it could have, it has not."""
+        for offer in plan.offers:
+            if not offer.sendable and offer.head.tokens > tokens:
+                self._memory.forget_hot(offer.key)
 
     async def send(self, plan: Plan, restore: pb.Restore, generation: Generation) -> bool:
         """Give the engine the payload it asks for; False, and the engine is told, if it cannot be had any more."""
@@ -211,19 +234,32 @@ class Snapshots:
         there = await self._store.there([heads[offset] for offset in ends if offset in heads])
         return found, older, {offset for offset in ends if offset in heads and heads[offset].state_id in there}
 
-    def _compose(self, prompt: Prompt, found: Mapping[int, "_Found"]) -> tuple[list[int], dict[int, "_Found"]]:
-        """The prompt's ids, and what is found true, longest first. Runs in a thread: long prompts take a while."""
+    def _compose(
+        self, prompt: Prompt, found: Mapping[int, "_Found"], inside: Sequence[int]
+    ) -> tuple[list[int], dict[int, "_Found"], dict[int, int]]:
+        """The prompt's ids, what is found true, longest first, and position -> offset of those places `inside` that are
+        to be read. Runs in a thread: long prompts take a while."""
         ids: list[int] | None = None
+        positions: dict[int, int] = {}
         true: dict[int, _Found] = {}
         for offset, one in found.items():
             record = one.record
             if self._tokenizer.canonical_ids(record.ids) != self._tokenizer.canonical_text(prompt.text[:offset]):
                 continue
             if ids is None:
-                ids = list(record.ids) + self._tokenizer.encode(prompt.text[offset:])
+                ids = self._encode(list(record.ids), prompt.text, offset, inside, positions)
             if array("I", ids[: record.head.tokens]) == record.ids[: record.head.tokens]:
                 true[offset] = one
-        return (self._tokenizer.encode(prompt.text) if ids is None else ids), true
+        return self._encode([], prompt.text, 0, inside, positions) if ids is None else ids, true, positions
+
+    def _encode(
+        self, ids: list[int], text: str, start: int, inside: Sequence[int], positions: dict[int, int]
+    ) -> list[int]:
+        """`ids` and those of the text from `start` on; notes where the places are."""
+        for end in [offset for offset in inside if offset > start]:
+            ids += self._tokenizer.encode(text[start:end])
+            positions[len(ids)] = start = end
+        return ids + self._tokenizer.encode(text[start:])
 
     def _choose(
         self, prompt: Prompt, ids: Sequence[int], keys: Mapping[int, bytes], stored: set[int]

@@ -67,6 +67,7 @@ class ScriptedEngine(rpc.EngineServicer):
         self.fingerprint = "feed" * 8
         self.payload_bytes = 2 * CHUNK_BYTES + 12345
         self.keeps_hot = True
+        self.keeps_in_passing = True
         self.refuses_payloads = False
         self.hears_stop = True
         self.vision = False
@@ -155,6 +156,8 @@ class ScriptedEngine(rpc.EngineServicer):
             assert len(call.start.ids) + call.start.max_tokens <= self.context_tokens
             positions = list(call.start.snapshot_at)
             assert positions == sorted(set(positions))
+            positions += call.start.passing_at
+            assert len(positions) == len(set(positions))
             assert all(0 < position < len(call.start.ids) for position in positions)
             context.send_initial_metadata(())
             yield from self._generate(call, inbox, context)
@@ -168,6 +171,12 @@ class ScriptedEngine(rpc.EngineServicer):
         left_ms = round(self.prompt_s * 1e3)
         begun = pb.Progress(done_tokens=call.restored_tokens, total_tokens=len(ids), left_ms=left_ms)
         yield pb.GenerateOut(progress=begun)
+        passed = [p for p in start.passing_at if p > call.restored_tokens and self.keeps_in_passing]
+        for number, position in enumerate(passed):
+            if number:
+                self.hot.pop(self.state_id(ids[: passed[number - 1]]), None)
+            told = pb.Progress(done_tokens=position, total_tokens=len(ids), passing=self._take(ids[:position]))
+            yield pb.GenerateOut(progress=told)
         self._wait(self.prompt_s, context)
         yield pb.GenerateOut(progress=pb.Progress(done_tokens=len(ids), total_tokens=len(ids)))
         answer: list[int] = []
@@ -190,7 +199,7 @@ class ScriptedEngine(rpc.EngineServicer):
                 break
             if len(answer) == start.max_tokens:
                 break
-        at = [position for position in start.snapshot_at if position > call.restored_tokens]
+        at = sorted([*(p for p in start.snapshot_at if p > call.restored_tokens), *passed[-1:]])
         states = [ids[:position] for position in at]
         assert start.snapshots_on_request
         if start.snapshot_answer and (answer or start.idle):

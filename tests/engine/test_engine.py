@@ -46,6 +46,8 @@ OFFER = StateRef(b"x", 3, 0)
         ({"snapshot_at": (25,)}, PositionError, "positions ascend from 1 to 24"),
         ({"snapshot_at": (5, 5)}, PositionError, r"snapshot_at \[5, 5\]"),
         ({"snapshot_at": tuple(range(1, 18))}, PositionError, "17 snapshot positions: at most 16"),
+        ({"passing_at": (5, 5)}, PositionError, r"passing_at \[5, 5\]"),
+        ({"passing_at": (25,)}, PositionError, "passing_at .* from 1 to 24"),
         ({"offers": (OFFER,) * 65}, PositionError, "65 states offered: at most 64"),
     ],
     ids=lambda value: str(value)[:40],
