@@ -29,6 +29,7 @@ from services.api.retries import Retries
 from services.api.saving import Saving
 from services.api.snapshots import Snapshots
 from services.api.store import Store
+from services.api.usage import StoreUsage
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ def build_app(config: ApiConfig, redis_url: str) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         store = Store(redis_url, config.redis_timeout_ms / 1000, config.snapshot_ttl_s) if redis_url else None
         engines = Engines(config.engine_addresses)
+        usage = StoreUsage(store, metrics) if store else None
         app.state.chats = chats = _build_chats(config, folder, engines, store, metrics)
         app.state.responses = responses = ResponseMemory()
         app.state.retries = retries = Retries()
@@ -56,6 +58,8 @@ def build_app(config: ApiConfig, redis_url: str) -> FastAPI:
                 await chats.ahead.close()
             await chats.saving.close(config.stop_timeout_s)
             await engines.close()
+            if usage:
+                await usage.close()
             if store:
                 await store.close()
 

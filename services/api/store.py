@@ -45,6 +45,15 @@ class Stored:
     sendable: bool
 
 
+@dataclass(frozen=True)
+class Usage:
+    """As the server says; `limit_bytes` 0: it has none."""
+
+    used_bytes: int
+    limit_bytes: int
+    evicted_keys: int  # since it started
+
+
 def _reading(record: Record, blocks: Sequence[int]) -> list[tuple[str, ...]]:
     """The command for each chunk of the own part and for each of these blocks."""
     name = payload_name(record.head.state_id)
@@ -64,6 +73,7 @@ class Store:
         self._lookup_s = timeout_s
         self._room = asyncio.Lock()
         self._coming_bytes = 0  # of own parts under way
+        self.removed = 0  # own parts that made room for others
         self._read_s = timeout_s * READ_TIMEOUT
 
         def client(timeout: float) -> "redis.Redis":
@@ -214,6 +224,7 @@ class Store:
             if excess <= 0:
                 return
             size, *_ = await self._ask([("HGET", name, "size"), ("DEL", name), ("ZREM", USED, name)]) or (None,)
+            self.removed += isinstance(size, bytes)
             excess -= int(size) * 5 // 4 if isinstance(size, bytes) and size.isdigit() else 0
 
     async def write_record(self, key: bytes, record: Record) -> None:
@@ -241,6 +252,15 @@ class Store:
             ]
             for record in records
         }
+
+    async def usage(self) -> Usage | None:
+        """None while the store is away, or does not say."""
+        asked: list[Command] = [("INFO", "memory"), ("INFO", "stats")]
+        memory, stats = await self._ask(asked, self._transfers, self._read_s) or (None, None)
+        if not isinstance(memory, dict) or not isinstance(stats, dict):
+            return None
+        found = (memory.get("used_memory"), memory.get("maxmemory"), stats.get("evicted_keys"))
+        return Usage(*(number if isinstance(number, int) else 0 for number in found))
 
     async def close(self) -> None:
         if self._knocking:
