@@ -58,7 +58,7 @@ class EngineConfig:
     )
     kv_gb: float = setting(1.0, "GB", "RAM for the attention layers' keys and values, if the CPU computes")
     prefill_chunk_tokens: int = setting(
-        64, "tokens", "prompt tokens that are read at once, shared by the prompts that wait; at most 8 on a GPU"
+        0, "tokens", "prompt tokens read at once, shared by the prompts that wait; 0: 64, on a GPU up to 2048"
     )
     grammar_max_bytes: int = setting(262_144, "bytes", "largest schema or grammar that an answer may have to follow")
     grammar_timeout_s: float = setting(5.0, "s", "longest wait for a schema or grammar to be worked out")
@@ -111,7 +111,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "queue_limit": (0, 10_000),
     "context_tokens": (0, 10_000_000),
     "kv_gb": (0.001, 4096),
-    "prefill_chunk_tokens": (1, 65536),
+    "prefill_chunk_tokens": (0, 65536),
     "grammar_max_bytes": (0, 4_000_000),
     "grammar_timeout_s": (0.001, 60),
     "hot_states_gb": (0, 4096),

@@ -48,7 +48,7 @@ from services.engine.vision.weights import VisionWeights
 
 SYNTHETIC = "synthetic"
 RESTARTS = "RESTARTED_ENGINE"  # in the environment of a process that follows one whose GPU failed: how many there were
-DEVICE_CHUNK_TOKENS = 8  # a GPU reads a prompt token by token: a longer piece would hold up those that answer
+CHUNK_TOKENS = 64  # of prompts, that a CPU reads together
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,10 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         new_state: Callable[[ModelConfig, Any], State] = State
         if plan.device is not None:
             guesses = config.prefetch != "off" and plan.slots < plan.blocks
-            sizes = Sizes(plan.sequences, plan.context_tokens, plan.pages, plan.device.kv, guesses=guesses)
+            sizes = Sizes(
+                plan.sequences, plan.context_tokens, plan.pages, plan.device.chunk_tokens, plan.device.kv,
+                guesses=guesses,
+            )  # fmt: skip
             device = open_device(store, experts, sizes, say)
             network, new_state = device.model, DeviceState
             pool: PagePool = device.pool
@@ -127,7 +130,7 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
             kept = PictureCache(int(config.picture_cache_gb * GB))
             read = _reader(weights, plan, experts, say)
             sight = Sight(weights, kept, lambda result: metrics.pictures[result,].inc(), read)
-        chunk_tokens = min(config.prefill_chunk_tokens, DEVICE_CHUNK_TOKENS if on_gpu else config.prefill_chunk_tokens)
+        chunk_tokens = plan.device.chunk_tokens if plan.device else config.prefill_chunk_tokens or CHUNK_TOKENS
         scheduler = Scheduler(network, pool, hot, metrics, plan.sequences, chunk_tokens, new_state)
         if isinstance(experts, HostExperts):
             experts.begin_warm()

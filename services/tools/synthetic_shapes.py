@@ -4,6 +4,7 @@ Owns the two shapes and which linear is in which format: the recipe of 3.5 (Mamb
 the rest BF16), and 3-Super's as `repack --dense fp8` leaves it. Owns no value of any weight.
 """
 
+from dataclasses import replace
 from typing import Literal
 
 from services.engine.gpu.ledger import Layout
@@ -59,7 +60,8 @@ SMALL = ModelConfig(
     routed_scale=2.5,
     norm_topk=True,
 )
-SHAPES = {"super": SUPER, "small": SMALL}
+SUPER_256 = replace(SUPER, experts=256)  # half of the experts: what another engine was measured with
+SHAPES = {"super": SUPER, "super-256": SUPER_256, "small": SMALL}
 RECIPES: tuple[Recipe, ...] = ("3.5", "3-fp8")
 
 

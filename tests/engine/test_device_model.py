@@ -18,7 +18,7 @@ from services.tools.parity import divergence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-SIZES = Sizes(sequences=4, context_tokens=512, pages=32)
+SIZES = Sizes(sequences=4, context_tokens=512, pages=32, chunk_tokens=64)
 PROMPTS = [[1, 17, 300, 4, 9, 77, 512, 33], [2, 5, 8], [90, 91, 92, 93, 94, 95], [1000]]
 
 

@@ -40,6 +40,11 @@ GRAPH_BYTES = 16 * MIB  # of each further number of sequences: kernels and a gra
 VISION_LIBRARY_BYTES = 96 * MIB
 MARGIN_BYTES = 32 * MIB  # an allocator's rounding (11 to 23 MiB), and what changes between driver versions
 
+SWEEP_KERNEL_BYTES = 48 * MIB  # of the kernels that read prompts, assumed
+SWEEP_PART = 512  # rows of a prompt's chunk that the widest buffers hold
+RING_GROUP, RING_GROUPS = 8, 3  # blocks copied to the card together, and for how many times as many it has room
+SWEEP_H_ROWS = 2048  # neurons' values of so many lookups, between `up` and `down`
+
 _KV_BYTES: dict[Kv, int] = {"bf16": 2, "fp8": 1}
 _F32 = 4
 _SPLITS = 16  # partial sums of `down`, kernels/experts/decode_step.py
@@ -53,8 +58,8 @@ class Wanted:
     is each one's longest prompt and answer.
 
     `pages` of KV for all sequences, 0: enough for each. `staging_blocks`: expert blocks copied to the card at once;
-    `chunk_tokens`: prompt tokens of a piece that is read by layers; `vision_bytes`: what pictures are read with. 0: not
-    used.
+    `chunk_tokens`: of prompts, that are read together, layer by layer; `vision_bytes`: what pictures are read with. 0:
+    not used.
     """
 
     sequences: int = 1
@@ -115,7 +120,7 @@ def ledger(config: ModelConfig, dense: Layout, wanted: Wanted) -> Ledger:
             (len(batches) - 1) * GRAPH_BYTES,
         ),
         (f"staging, {wanted.staging_blocks} expert blocks", wanted.staging_blocks * layout.block_bytes),
-        (f"prompt pieces of {wanted.chunk_tokens} tokens", wanted.chunk_tokens * row_bytes(config)),
+        (f"reading {wanted.chunk_tokens} tokens of prompts at once", sweep_bytes(config, wanted.chunk_tokens, tokens)),
         ("vision ring and activations", wanted.vision_bytes),
         ("libraries of vision (assumed, not computed)", VISION_LIBRARY_BYTES if wanted.vision_bytes else 0),
         ("margin", MARGIN_BYTES),
@@ -261,6 +266,25 @@ def row_bytes(config: ModelConfig) -> int:
     attention = 2 * config.attention_heads * config.head_dim
     moe = 2 * config.experts + (layers + 1) * config.latent_size + (layers + 3) * top_k + config.shared_width
     return _F32 * (config.hidden_size + mamba + attention + moe)
+
+
+def sweep_bytes(config: ModelConfig, chunk_tokens: int, context_tokens: int) -> int:
+    """Of sweep.py's Sweep and expert_sweep.py's ExpertSweep, their kernels included; none for chunks of no token."""
+    if not chunk_tokens:
+        return 0
+    part, block, top_k = min(chunk_tokens, SWEEP_PART), config.block, config.experts_per_token
+    attended, kv = config.attention_heads * config.head_dim, config.kv_heads * config.head_dim
+    wide = max(
+        _F32 * config.in_proj_rows + 2 * config.mamba_inner, _F32 * (attended + 2 * kv) + 2 * attended,
+        2 * config.shared_width,
+    )  # fmt: skip
+    part_row = wide + 6 * config.hidden_size + 2 * _F32 * config.mamba_heads + _F32 * config.experts
+    row = _F32 * config.hidden_size + 2 * (2 + top_k) * config.latent_size
+    row += top_k * (_F32 + _F32 + 3 * 8 + _F32)  # ids, weights, and what sorting them takes for a while
+    fixed = RING_GROUPS * RING_GROUP * block.block_bytes + SWEEP_H_ROWS * block.width * 2
+    fixed += MOST_SEQUENCES * (pages_for(context_tokens) + config.vocab_size) * _F32
+    fixed += len(config.moe_layers) * config.experts * 2 * _F32 + len(config.layers) * config.hidden_size * _F32
+    return part * part_row + chunk_tokens * row + fixed + SWEEP_KERNEL_BYTES
 
 
 def sampling_bytes(vocabulary: int) -> int:

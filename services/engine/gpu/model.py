@@ -1,7 +1,8 @@
 """The network on one GPU, as the scheduler asks for it: services/engine/model.py's `forward` through captured graphs.
 
-Owns a decoder for every number of sequences that a step can have. Every id takes the decode path, prompts too, one
-after the other; a token's bits depend neither on how a prompt was cut nor on what else was in the call. One thread's.
+Owns a decoder for every number of sequences that a step can have, and the sweep that reads prompts. A segment that says
+so is swept, any other takes the decode path, one id after the other; on either a token's bits depend neither on how its
+segment was cut nor on what else was in the call. One thread's.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -19,13 +20,19 @@ import kernels.mamba.gpu as mamba
 import kernels.norm.gpu as norm
 import kernels.router.gpu as router
 from kernels.experts.device.turns import HandoffError, SharedSlots
+from kernels.experts.host.binding import BlockError
 from services.engine.errors import DeviceError, StepError
 from services.engine.gpu.decoder import Decoder, Placement, Row
+from services.engine.gpu import sweep
+from services.engine.gpu.expert_sweep import ExpertSweep
 from services.engine.gpu.ledger import MOST_SEQUENCES
 from services.engine.gpu.memory import DevicePool, DeviceState
+from services.engine.gpu.sweep import Sweep
 from services.engine.gpu.weights import DeviceWeights
 from services.engine.model import GaveWay, Segment
 from services.engine.vision.ids import FIRST
+
+FIRST_SWEEP_TOKENS = 9
 
 
 class DeviceModel:
@@ -39,6 +46,7 @@ class DeviceModel:
         *,
         sequences: int,
         context_tokens: int,
+        chunk_tokens: int,
         placement: Placement | None = None,
         told: Callable[[str], str] = str,
     ) -> None:
@@ -47,13 +55,19 @@ class DeviceModel:
         self.decoders: list[Decoder] = []
         scratch: list[DeviceState] = []
         try:
-            for rows in range(1, min(sequences, MOST_SEQUENCES) + 1):
+            most = min(sequences, MOST_SEQUENCES)
+            experts = ExpertSweep(slots.host, self.config.experts_per_token, chunk_tokens, pool.conv.device)
+            self.sweep = Sweep(weights, pool, experts, chunk_tokens, context_tokens)
+            for rows in range(1, most + 1):
                 scratch.append(self.new_state(1))
                 self.decoders.append(Decoder(weights, pool, slots, rows, context_tokens, placement or Placement()))
-            with ThreadPoolExecutor(len(self.decoders)) as threads:
-                list(threads.map(lambda decoder: decoder.compile(scratch[: decoder.rows]), self.decoders))
+            with ThreadPoolExecutor(len(self.decoders) + 1) as threads:
+                compiling = [threads.submit(decoder.compile, scratch[: decoder.rows]) for decoder in self.decoders]
+                for future in compiling:
+                    future.result()
             for decoder in self.decoders:
                 decoder.capture()
+            self._first_sweep(scratch[0])
         except BaseException:
             self.close()
             raise
@@ -86,24 +100,73 @@ class DeviceModel:
                 raise GaveWay
 
     def reading(self, segments: Sequence[Segment]) -> Generator[float, None, Tensor]:
-        """As Model.reading; it can stop between two tokens."""
+        """As Model.reading; it can stop between two layers or groups of experts, or between two tokens."""
+        self._reserve(segments)
         logits = [torch.empty(0)] * len(segments)
         left = total = sum(len(segment.ids) for segment in segments)
-        with closing(self._tokens(segments)) as steps:
-            for fed in steps:
-                for number, place, row in fed:
+        try:
+            for chunk in chunks(segments, self.sweep.tokens):
+                states = [self._state(segment) for _, segment in chunk]
+                running = self.sweep.run([segment for _, segment in chunk], states)
+                tokens = sum(len(segment.ids) for _, segment in chunk)
+                for (number, _), row in zip(chunk, (yield from self._swept(running, left, tokens, total)), strict=True):
+                    logits[number] = row
+                for (_, segment), state in zip(chunk, states, strict=True):
+                    state.ids.extend(segment.ids)
+                left -= tokens
+            decoded = [number for number, segment in enumerate(segments) if not segment.sweep]
+            for fed in self._tokens([segments[number] for number in decoded]):
+                for index, place, row in fed:
+                    number = decoded[index]
                     if place == len(segments[number].ids) - 1:
                         logits[number] = row.clone()
                 left -= len(fed)
                 if left:
                     yield 1 - left / total
+        except BaseException:
+            for segment in segments:
+                segment.state.spoiled = True
+            raise
         return torch.stack(logits)
+
+    def _swept(
+        self, running: Generator[float, None, Tensor], left: int, tokens: int, total: int
+    ) -> Generator[float, None, Tensor]:
+        """A chunk's logits. Closed early, it has let go of the experts' slots."""
+        with closing(running):
+            try:
+                while True:
+                    share = next(running)
+                    yield 1 - (left - share * tokens) / total
+            except StopIteration as end:
+                logits: Tensor = end.value
+                return logits
+            except torch.AcceleratorError as error:
+                raise DeviceError(f"the GPU has failed: {error}") from error
+            except BlockError as error:
+                raise StepError(self.told(str(error))) from error
 
     def forward_all(self, segments: Sequence[Segment]) -> Tensor:
         """As Model.forward_all: logits after every id, in the order of the segments."""
+        self._reserve(segments)
         fed = (row for some in self._tokens(segments) for row in some)
         rows = sorted(((number, place), row.clone()) for number, place, row in fed)
         return torch.stack([row for _, row in rows])
+
+    def _reserve(self, segments: Sequence[Segment]) -> None:
+        """Raises OutOfPagesError before anything has changed."""
+        states = [self._state(segment) for segment in segments]
+        assert len(set(map(id, states))) == len(states), "a sequence is in a call once"
+        assert not any(state.spoiled for state in states), "a spoiled or released state cannot go on"
+        self.pool.require(sum(state.pages_missing(len(s.ids)) for state, s in zip(states, segments, strict=True)))
+        for state, segment in zip(states, segments, strict=True):
+            state.reserve(len(segment.ids))
+
+    def _first_sweep(self, state: DeviceState) -> None:
+        """So that its kernels are compiled and loaded before anybody waits. The state means nothing afterwards."""
+        state.reserve(FIRST_SWEEP_TOKENS)
+        for _ in self.sweep.run([Segment(state, [0] * FIRST_SWEEP_TOKENS)], [state]):
+            pass
 
     @property
     def late(self) -> int:
@@ -115,30 +178,19 @@ class DeviceModel:
             decoder.close()
 
     def _tokens(self, segments: Sequence[Segment]) -> Generator[list[tuple[int, int, Tensor]], None, None]:
-        """Feeds all ids -> what was fed at once: (segment, place in it, logits, valid until the next step of anything).
-        If it does not come to its end, the states are spoiled."""
+        """Feeds all ids -> what was fed at once: (segment, place in it, logits until the next step of anything)."""
         states = [self._state(segment) for segment in segments]
-        assert len(set(map(id, states))) == len(states), "a sequence is in a call once"
-        assert not any(state.spoiled for state in states), "a spoiled or released state cannot go on"
-        self.pool.require(sum(state.pages_missing(len(s.ids)) for state, s in zip(states, segments, strict=True)))
-        for state, segment in zip(states, segments, strict=True):
-            state.reserve(len(segment.ids))
         pictures = [iter([row for some in segment.rows for row in some]) for segment in segments]
-        try:
-            for place in range(max(len(segment.ids) for segment in segments)):
-                going = [number for number, segment in enumerate(segments) if place < len(segment.ids)]
-                for first in range(0, len(going), len(self.decoders)):
-                    batch = going[first : first + len(self.decoders)]
-                    rows = []
-                    for number in batch:
-                        id_ = segments[number].ids[place]
-                        rows.append(Row(states[number], id_, next(pictures[number]) if id_ >= FIRST else None))
-                    logits = self._run(rows)
-                    yield [(number, place, values) for number, values in zip(batch, logits, strict=True)]
-        except BaseException:
-            for state in states:
-                state.spoiled = True
-            raise
+        for place in range(max((len(segment.ids) for segment in segments), default=0)):
+            going = [number for number, segment in enumerate(segments) if place < len(segment.ids)]
+            for first in range(0, len(going), len(self.decoders)):
+                batch = going[first : first + len(self.decoders)]
+                rows = []
+                for number in batch:
+                    id_ = segments[number].ids[place]
+                    rows.append(Row(states[number], id_, next(pictures[number]) if id_ >= FIRST else None))
+                logits = self._run(rows)
+                yield [(number, place, values) for number, values in zip(batch, logits, strict=True)]
 
     def _run(self, rows: list[Row]) -> Tensor:
         try:
@@ -156,9 +208,35 @@ class DeviceModel:
         return segment.state
 
 
+def chunks(segments: Sequence[Segment], most_tokens: int) -> list[list[tuple[int, Segment]]]:
+    """The segments that are to be swept, by their numbers, cut and put together: chunks of at most MOST_SEQUENCES
+    pieces and `most_tokens` ids, in which a segment is once."""
+    made: list[list[tuple[int, Segment]]] = []
+    room = 0
+    for number, segment in enumerate(segments):
+        begin, rows = 0, [row for some in segment.rows for row in some]
+        while segment.sweep and begin < len(segment.ids):
+            if not room or len(made[-1]) == MOST_SEQUENCES or made[-1][-1][0] == number:
+                made.append([])
+                room = most_tokens
+            ids = segment.ids[begin : begin + room]
+            pictured = sum(id_ >= FIRST for id_ in ids)
+            own = [torch.stack(rows[:pictured])] if pictured else []
+            made[-1].append((number, Segment(segment.state, ids, own, sweep=True)))
+            rows, begin, room = rows[pictured:], begin + len(ids), room - len(ids)
+    return made
+
+
 def arithmetic_path(kv_format: str) -> str:
     """What decides bits here: the kernels' fixed configurations, their compiler, the kind of card, the form of KV."""
-    parts = [linear.FINGERPRINT, mamba.FINGERPRINT, norm.FINGERPRINT, router.FINGERPRINT, attention.FINGERPRINT]
+    parts = [
+        sweep.FINGERPRINT,
+        linear.FINGERPRINT,
+        mamba.FINGERPRINT,
+        norm.FINGERPRINT,
+        router.FINGERPRINT,
+        attention.FINGERPRINT,
+    ]
     major, minor = torch.cuda.get_device_capability()
     made_with = f"triton {triton.__version__}, sm_{major}{minor}, KV {kv_format}"
     return "; ".join(["cuda", *parts, experts.FINGERPRINT, made_with])

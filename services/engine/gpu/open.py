@@ -32,12 +32,13 @@ AWAKE_US = 2000  # workers stay awake between the layers of a token
 
 @dataclass(frozen=True)
 class Sizes:
-    """`pages` of KV for all sequences; `share` of a layer's experts for the GPU, None: found while running; `guesses`:
-    the next layer's experts are guessed and prefetched."""
+    """`pages` of KV for all sequences; `chunk_tokens` of prompts are read at once; `share` of a layer's experts for the
+    GPU, None: found while running; `guesses`: the next layer's experts are guessed and prefetched."""
 
     sequences: int
     context_tokens: int
     pages: int
+    chunk_tokens: int
     kv: Kv = "bf16"
     share: int | None = None
     guesses: bool = True
@@ -81,6 +82,7 @@ def open_device(store: Store, experts: Experts, sizes: Sizes, say: Callable[[str
             shared,
             sequences=sizes.sequences,
             context_tokens=sizes.context_tokens,
+            chunk_tokens=sizes.chunk_tokens,
             placement=Placement(share=sizes.share, first_share=share, guesses=sizes.guesses),
             told=experts.told,
         )

@@ -2,7 +2,7 @@
 the arithmetic and the refusal are the ledger's.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from services.engine.config import EngineConfig
 from services.engine.experts.store import Store
@@ -24,6 +24,7 @@ from services.engine.vision.device import card_bytes
 
 COMFORTABLE_TOKENS = 16_384  # of context; fewer sequences rather than less of it
 MOST_TOKENS = 131_072  # of context, if nobody asks for more
+CHUNKS = (2048, 1024, 512, 256)  # tokens of prompts read at once: the most that leaves a comfortable context
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class DevicePlan:
     context_tokens: int
     pages: int
     kv: Kv
+    chunk_tokens: int
     ledger: Ledger
     budget_bytes: int
     blind_bytes: int = 0  # what reading pictures there would take, if that did not fit: the processor reads them
@@ -48,8 +50,8 @@ class DevicePlan:
         )
         return (
             f"graphics memory: {self.sequences} sequences of up to {self.context_tokens} tokens, keys and values in "
-            f"{self.kv}\n{self.ledger}\n  {self.budget_bytes / MIB:9.1f} MiB  can be had"
-            f"{pictures if self.blind_bytes else ''}"
+            f"{self.kv}, {self.chunk_tokens} tokens of prompts at once\n{self.ledger}\n"
+            f"  {self.budget_bytes / MIB:9.1f} MiB  can be had{pictures if self.blind_bytes else ''}"
         )
 
 
@@ -65,16 +67,25 @@ def plan_device(config: EngineConfig, store: Store, free_bytes: int) -> DevicePl
     kv: Kv = "fp8" if config.kv_format == "fp8" else "bf16"
 
     comfortable = min(config.context_tokens or COMFORTABLE_TOKENS, model.context_tokens)
+    chunks = (config.prefill_chunk_tokens,) if config.prefill_chunk_tokens else CHUNKS
+    counts = (config.max_sequences,) if config.max_sequences else tuple(range(MOST_SEQUENCES, 0, -1))
 
     def choose(vision_bytes: int) -> Wanted:
-        def longest(sequences: int) -> int:
-            return longest_context(model, layout, replace(wanted, sequences=sequences), budget)
+        """A comfortable context matters most. Then that long prompts do not take for ever, since their time goes with
+        the number of chunks; then a further user; then the largest chunk."""
 
-        wanted = Wanted(kv=kv, vision_bytes=vision_bytes)
-        fitting = [count for count in range(1, MOST_SEQUENCES + 1) if longest(count) >= comfortable]
-        sequences = config.max_sequences or (fitting[-1] if fitting else 1)
-        context = config.context_tokens or min(longest(sequences), MOST_TOKENS) or PAGE_TOKENS
-        return replace(wanted, sequences=sequences, context_tokens=context)
+        def longest(wanted: Wanted) -> int:
+            return longest_context(model, layout, wanted, budget)
+
+        tried = [
+            Wanted(sequences=count, kv=kv, chunk_tokens=chunk, vision_bytes=vision_bytes)
+            for count in counts
+            for chunk in chunks
+            if count == counts[-1] or chunk >= min(COMFORTABLE_CHUNK, chunks[0])
+        ]
+        chosen = next((wanted for wanted in tried if longest(wanted) >= comfortable), tried[-1])
+        context = config.context_tokens or min(longest(chosen), MOST_TOKENS) or PAGE_TOKENS
+        return replace(chosen, context_tokens=context)
 
     weights = store.vision()
     vision_bytes = card_bytes(weights) if weights else 0
@@ -85,4 +96,6 @@ def plan_device(config: EngineConfig, store: Store, free_bytes: int) -> DevicePl
     made = require(model, layout, chosen, budget)
     pages = chosen.sequences * pages_for(chosen.context_tokens)
     blind_bytes = vision_bytes + VISION_LIBRARY_BYTES if vision_bytes and not chosen.vision_bytes else 0
-    return DevicePlan(chosen.sequences, chosen.context_tokens, pages, kv, made, budget, blind_bytes)
+    return DevicePlan(
+        chosen.sequences, chosen.context_tokens, pages, kv, chosen.chunk_tokens, made, budget, blind_bytes
+    )

@@ -121,6 +121,10 @@ class EmbeddingRows:
         """float32 [hidden], in plain order, on the host."""
         return self._table[id_].clone().view(DTYPES[self._entry.dtype]).to(torch.float32)
 
+    def rows(self, ids: Tensor) -> Tensor:
+        """float32 [len(ids), hidden]."""
+        return self._table[ids].view(DTYPES[self._entry.dtype]).to(torch.float32)
+
 
 class _Loader:
     def __init__(

@@ -1,0 +1,255 @@
+"""`thimble bench prefill STORE`: how long prompts take on this machine's GPU, by length and by what is in RAM.
+
+For a synthetic store (`thimble synth`): its own random routers route. With --free-mib another process holds the card's
+other memory. What is not in RAM comes from an emulated drive whose bytes lie in the card's memory beyond those MiB, so
+that neither a slow disk nor a copying core is measured. Beside each time stands its floor: the largest of what the
+drive, the link and the tensor cores need by the rates of the same run.
+
+A run can be ended and started again: cells that --done names are left out.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import triton
+
+from kernels.experts.device.rates import ReadRates
+from kernels.experts.device.turns import SharedSlots
+from kernels.experts.host.binding import Host
+from kernels.experts.host.drives import EmulatedDrive
+from kernels.workers.pool import Workers, default_threads
+from services.engine.experts.store import Store
+from services.engine.experts.streamer import catalog
+from services.engine.gpu.decoder import Placement
+from services.engine.gpu.ledger import MIB, Kv
+from services.engine.gpu.memory import DevicePool
+from services.engine.gpu.model import DeviceModel
+from services.engine.gpu.open import AWAKE_US, usable_device
+from services.engine.gpu.weights import DeviceWeights
+from services.engine.model import Segment
+from services.engine.model_config import ModelConfig
+from services.engine.pages import pages_for
+from services.tools import figures
+from services.tools.ballast import Ballast
+from services.tools.bench_dense import timed
+from services.tools.decode_rig import READERS
+from services.tools.progress import Progress
+
+MATRIX = 8192  # side of the product that the tensor cores' rate is measured with
+DECODED = 12  # tokens through the decode path, to compare with
+FILLED_GB_S = 1000.0  # of the drive while slots are filled: as fast as it goes
+HEADING = (
+    f"{'tokens':>7}{'in RAM':>8}{'first token s':>15}{'tok/s':>9}{'floor s':>9}{'of floor':>10}{'moved':>8}"
+    f"{'misses':>9}{'x decode':>10}"
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`moved`: blocks copied to the card over blocks that were named, chunk by chunk. `floors`: seconds of drive, link
+    and tensor cores. `decode_s`: the prompt token by token, from the time of a few."""
+
+    tokens: int
+    share: float
+    seconds: float
+    floors: tuple[float, float, float]
+    moved: float
+    misses: int
+    decode_s: float
+
+    @property
+    def floor_s(self) -> float:
+        return max(self.floors)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens:>7}{self.share:>8.2f}{self.seconds:>15.2f}{self.tokens / self.seconds:>9.0f}"
+            f"{self.floor_s:>9.2f}{self.floor_s / self.seconds:>10.0%}{self.moved:>8.2f}{self.misses:>9}"
+            f"{self.decode_s / self.seconds:>10.1f}"
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", type=Path, help="folder that `thimble synth` wrote")
+    parser.add_argument("--tokens", type=lambda text: [int(word) for word in text.split(",")], default=[40, 512, 2048])
+    parser.add_argument(
+        "--share", type=lambda text: [float(word) for word in text.split(",")], default=[1.0, 0.33, 0.24]
+    )
+    parser.add_argument("--disk", type=float, default=7.0, metavar="GB/S", help="of the emulated drive (default 7)")
+    parser.add_argument("--chunk", type=int, default=2048, help="tokens read at once (default 2048)")
+    parser.add_argument("--free-mib", type=int, default=8151, help="of the card, by ballast (default 8151; 0: all)")
+    parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="format of keys and values")
+    parser.add_argument("--done", type=Path, help="file that remembers finished cells")
+    parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
+
+
+def run(args: argparse.Namespace) -> int:
+    store = Store.open(args.store)
+    if not torch.cuda.is_available():
+        print("bench prefill needs a CUDA device; thimble plan forecasts without one", file=sys.stderr)
+        return 2
+    done = [] if args.done is None or not args.done.exists() else args.done.read_text().splitlines()
+    wanted = [
+        (share, tokens) for share in args.share for tokens in args.tokens if cell_key(args, share, tokens) not in done
+    ]
+    torch.set_num_threads(1)
+    blocks = np.fromfile(store.experts_path, np.uint8)
+    with ExitStack() as stack:
+        beyond_mib = -(-blocks.size // (2 * MIB)) * 2
+        ballast = stack.enter_context(Ballast(args.free_mib + beyond_mib)) if args.free_mib else None
+        device = usable_device()
+        memory = torch.from_numpy(blocks).to(device)
+        del blocks
+        flops = tensor_rate(device)
+        print(f"synthetic, routed by random routers; tensor cores {flops / 1e12:.0f} TFLOP/s\n{HEADING}", flush=True)
+        for share in args.share:
+            lengths = [tokens for each, tokens in wanted if each == share]
+            if not lengths:
+                continue
+            with opened(store, memory, share, max(lengths), args) as bench:
+                for tokens in lengths:
+                    cell = bench.measure(tokens, share, flops)
+                    print(cell, flush=True)
+                    note = bench.note(cell)
+                    if ballast is not None:
+                        peak = ballast.peak_bytes() - beyond_mib * MIB
+                        print(f"{'':>7} most graphics memory {peak / MIB:.0f} MiB", flush=True)
+                        if args.out:
+                            figures.append(args.out, "prefill.peak_vram_gb", peak / 2**30, "GiB", note)
+                    if args.out:
+                        record(args.out, cell, note)
+                    if args.done:
+                        with args.done.open("a") as file:
+                            file.write(cell_key(args, share, tokens) + "\n")
+    return 0
+
+
+def cell_key(args: argparse.Namespace, share: float, tokens: int) -> str:
+    return json.dumps([figures.commit(), args.store.name, share, tokens, args.disk, args.chunk, args.kv, args.free_mib])
+
+
+def record(out: Path, cell: Cell, note: str) -> None:
+    figures.append(out, "prefill.ttft_s", cell.seconds, "s", note)
+    figures.append(out, "prefill.tok_s", cell.tokens / cell.seconds, "tok/s", note)
+    figures.append(out, "prefill.floor_share", cell.floor_s / cell.seconds, "ratio", note)
+    figures.append(out, "prefill.moved_per_named", cell.moved, "ratio", note)
+    figures.append(out, "prefill.over_decode", cell.decode_s / cell.seconds, "ratio", note)
+
+
+@contextmanager
+def opened(
+    store: Store, memory: torch.Tensor, share: float, tokens: int, args: argparse.Namespace
+) -> Iterator["PrefillBench"]:
+    """Slots for `share` of the experts, full; a model for prompts of so many tokens."""
+    layers, experts = len(store.blocks), store.config.experts
+    resident = min(experts, max(store.config.experts_per_token, round(share * experts)))
+    drive = EmulatedDrive(memory, gb_s=args.disk if resident < experts else FILLED_GB_S)
+    workers = Workers(default_threads(), AWAKE_US)
+    host = Host(catalog(store), workers, slots=layers * resident, readers=READERS, drives=[drive])
+    begun = time.perf_counter()
+    with ExitStack() as stack:
+        stack.callback(host.close)
+        shared = SharedSlots(host)
+        stack.callback(shared.close)
+        link_gb_s = ReadRates(shared).copy()
+        torch.cuda.empty_cache()
+        progress = Progress("slots", layers * resident * store.layout.block_bytes)
+        ids = torch.arange(resident, dtype=torch.int32).view(1, -1)
+        for layer in range(layers):
+            host.step(layer, ids, torch.ones(ids.shape), torch.ones(1, store.layout.latent))
+            progress.update((layer + 1) * resident * store.layout.block_bytes)
+        progress.close()
+        device = torch.device("cuda")
+        weights = DeviceWeights.load(store.dense(), store.config, device)
+        weights.embeddings.read_through()
+        context = tokens + DECODED + 1
+        kv: Kv = "fp8" if args.kv == "fp8" else "bf16"
+        pool = DevicePool(store.config, device, places=1, pages=pages_for(context), kv=kv)
+        model = DeviceModel(
+            weights, pool, shared, sequences=1, context_tokens=context, chunk_tokens=args.chunk, placement=Placement()
+        )
+        stack.callback(model.close)
+        print(
+            f"{resident} of {experts} experts a layer in RAM, ready after {time.perf_counter() - begun:.0f} s",
+            flush=True,
+        )
+        yield PrefillBench(store, host, model, link_gb_s, args)
+        del model, pool, weights
+
+
+class PrefillBench:
+    """One host's and one model's measurements."""
+
+    def __init__(
+        self, store: Store, host: Host, model: DeviceModel, link_gb_s: float, args: argparse.Namespace
+    ) -> None:
+        self.store, self.host, self.model, self.link_gb_s, self.args = store, host, model, link_gb_s, args
+        self.random = np.random.default_rng(1)
+
+    def measure(self, tokens: int, share: float, flops: float) -> Cell:
+        experts = self.model.sweep.experts
+        ids = self.random.integers(0, self.store.config.vocab_size, tokens + DECODED).tolist()
+        state = self.model.new_state(len(ids))
+        before, copied = self.host.counters(), experts.copied_bytes
+        named = experts.named_blocks
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in self.model.reading([Segment(state, ids[:tokens], sweep=True)]):
+            pass
+        seconds = time.perf_counter() - begun
+        after = self.host.counters()
+        misses = after["misses"] - before["misses"]
+        block = self.store.layout.block_bytes
+        named = experts.named_blocks - named
+        begun = time.perf_counter()
+        for id_ in ids[tokens:]:
+            self.model.forward([Segment(state, [id_])])
+        token_s = (time.perf_counter() - begun) / DECODED
+        state.release()
+        floors = (
+            misses * block / (self.args.disk * 1e9),
+            named * block / (self.link_gb_s * 1e9),
+            tokens * token_flops(self.store.config) / flops,
+        )
+        moved = (experts.copied_bytes - copied) / (named * block)
+        return Cell(tokens, share, seconds, floors, moved, misses, tokens * token_s)
+
+    def note(self, cell: Cell) -> str:
+        drive, link, cores = cell.floors
+        return (
+            f"synthetic, {cell.tokens} tokens, {cell.share:.2f} of {self.store.config.experts} experts a layer in RAM, "
+            f"chunks of {self.args.chunk}, KV {self.args.kv}, "
+            f"{f'ballast to {self.args.free_mib} MiB' if self.args.free_mib else 'no ballast'}, emulated drive of "
+            f"{self.args.disk:g} GB/s, {cell.misses} blocks read; floors: drive {drive:.2f} s, link {link:.2f} s at "
+            f"{self.link_gb_s:.1f} GB/s, tensor cores {cores:.2f} s; torch {torch.__version__}, "
+            f"triton {triton.__version__}"
+        )
+
+
+def tensor_rate(device: torch.device) -> float:
+    """Of a large BF16 product through the vendor's library, in floating point operations a second."""
+    left, right = (torch.randn(MATRIX, MATRIX, device=device).bfloat16() for _ in range(2))
+    rate = 2 * MATRIX**3 / timed(lambda: left @ right)
+    del left, right
+    torch.cuda.empty_cache()
+    return rate
+
+
+def token_flops(config: ModelConfig) -> float:
+    """Multiplications and additions of a prompt's token in all matrix products, without attention's scores."""
+    attended, kv = config.attention_heads * config.head_dim, config.kv_heads * config.head_dim
+    mamba = config.hidden_size * (config.in_proj_rows + config.mamba_inner)
+    attention = config.hidden_size * (2 * attended + 2 * kv)
+    routed = config.experts_per_token * 2 * config.latent_size * config.expert_width
+    moe = config.hidden_size * (config.experts + 2 * config.latent_size + 2 * config.shared_width) + routed
+    return 2.0 * (
+        len(config.mamba_layers) * mamba + len(config.attention_layers) * attention + len(config.moe_layers) * moe
+    )
