@@ -22,8 +22,8 @@ import kernels.router.gpu as router
 from kernels.experts.device.turns import HandoffError, SharedSlots
 from kernels.experts.host.binding import BlockError
 from services.engine.errors import DeviceError, StepError
-from services.engine.gpu.decoder import Decoder, Placement, Row
 from services.engine.gpu import sweep
+from services.engine.gpu.decoder import Decoder, Placement, Row
 from services.engine.gpu.expert_sweep import ExpertSweep
 from services.engine.gpu.ledger import MOST_SEQUENCES
 from services.engine.gpu.memory import DevicePool, DeviceState

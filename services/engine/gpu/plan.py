@@ -2,7 +2,7 @@
 the arithmetic and the refusal are the ledger's.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.engine.config import EngineConfig
 from services.engine.experts.store import Store
@@ -24,7 +24,8 @@ from services.engine.vision.device import card_bytes
 
 COMFORTABLE_TOKENS = 16_384  # of context; fewer sequences rather than less of it
 MOST_TOKENS = 131_072  # of context, if nobody asks for more
-CHUNKS = (2048, 1024, 512, 256)  # tokens of prompts read at once: the most that leaves a comfortable context
+CHUNKS = (2048, 1024, 512, 256)  # tokens of prompts read at once
+COMFORTABLE_CHUNK = 1024
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,176 @@
+"""A prompt read by a sweep, in Triton's interpreter: near the CPU engine, and the same bits however it is cut or shared."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.experts.host.binding import Host
+from kernels.workers.pool import Workers
+from services.engine.experts.store import Store
+from services.engine.experts.streamer import catalog, open_experts
+from services.engine.gpu.expert_sweep import ExpertSweep, passes
+from services.engine.gpu.memory import DevicePool, DeviceState
+from services.engine.gpu.model import chunks
+from services.engine.gpu.sweep import Sweep
+from services.engine.gpu.weights import DeviceWeights
+from services.engine.model import Model, Segment
+from services.engine.vision.ids import FIRST
+from services.tools.parity import divergence
+
+CPU = torch.device("cpu")
+PROMPT = [1, 17, 300, 4, 9, 77, 512, 33, 1000, 2, 5, 8, 90, 91, 92, 93, 94, 95, 4000, 7, 7, 7]
+OTHER = [3, 600, 12, 45, 2222, 18, 700, 31, 32]
+
+
+@dataclass
+class Reader:
+    """A sweep, for any number of states."""
+
+    sweep: Sweep
+    host: Host
+
+    def state(self, tokens: int) -> DeviceState:
+        state = DeviceState(self.sweep.weights.config, self.sweep.pool)
+        state.reserve(tokens)
+        return state
+
+    def read(self, *segments: Segment) -> Tensor:
+        running = self.sweep.run(segments, [segment.state for segment in segments])  # type: ignore[misc]
+        while True:
+            try:
+                next(running)
+            except StopIteration as end:
+                logits: Tensor = end.value
+                break
+        for segment in segments:
+            segment.state.ids.extend(segment.ids)
+        return logits
+
+    def alone(self, prompt: Sequence[int], *cuts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits after the prompt, read in pieces, and what the sequence then remembers."""
+        state = self.state(len(prompt))
+        for begin, end in zip((0, *cuts), (*cuts, len(prompt)), strict=True):
+            logits = self.read(Segment(state, prompt[begin:end]))
+        found = logits[0], state.conv.clone(), state.ssm.clone()
+        state.release()
+        return found
+
+
+@pytest.fixture(scope="module")
+def store(demo_store: Store) -> Store:
+    return demo_store
+
+
+def reader(store: Store, slots: int = 448, tokens: int = 32) -> Reader:
+    host = Host(catalog(store), Workers(1), slots=slots, readers=2, poison=True)
+    weights = DeviceWeights.load(store.dense(), store.config, CPU)
+    pool = DevicePool(store.config, CPU, places=4, pages=16)
+    experts = ExpertSweep(host, store.config.experts_per_token, tokens, CPU)
+    sweep = Sweep(weights, pool, experts, tokens, context_tokens=256)
+    # What no kernel writes must not be read: nothing of it is finite.
+    for buffer in (sweep.x, sweep.normed, sweep.normed32, sweep.latent, sweep.routed, experts.h, experts.y):
+        buffer.fill_(torch.nan)
+    experts.ring.fill_(0xFF)
+    return Reader(sweep, host)
+
+
+@pytest.fixture(scope="module")
+def shared(store: Store) -> Iterator[Reader]:
+    made = reader(store)
+    yield made
+    made.host.check()
+    made.host.close()
+
+
+@pytest.fixture(scope="module")
+def whole(shared: Reader) -> tuple[Tensor, Tensor, Tensor]:
+    return shared.alone(PROMPT)
+
+
+def test_it_is_near_the_cpu_engine(whole: tuple[Tensor, Tensor, Tensor], store: Store) -> None:
+    experts = open_experts(store, slots=448)
+    model = Model(store.dense(), store.config, experts)
+    theirs = model.forward([Segment(model.new_state(len(PROMPT)), PROMPT)])
+    others = model.forward([Segment(model.new_state(len(PROMPT)), PROMPT[:-1])])
+    experts.close()
+    logits, _, _ = whole
+    assert float(divergence(theirs, logits[None])) < 0.01
+    assert not torch.equal(theirs[0], logits), "it has its own arithmetic"
+    assert float(divergence(others, logits[None])) > 0.1, "other logits must show"
+
+
+@pytest.mark.parametrize("cuts", [(1,), (13,), (5, 6, 21)])
+def test_a_cut_does_not_show(shared: Reader, whole: tuple[Tensor, Tensor, Tensor], cuts: tuple[int, ...]) -> None:
+    assert all(map(torch.equal, shared.alone(PROMPT, *cuts), whole))
+
+
+def test_prompts_that_share_a_sweep_are_as_if_alone(shared: Reader, whole: tuple[Tensor, Tensor, Tensor]) -> None:
+    states = [shared.state(len(prompt)) for prompt in (OTHER, PROMPT)]
+    logits = shared.read(*(Segment(state, prompt) for state, prompt in zip(states, (OTHER, PROMPT), strict=True)))
+    assert torch.equal(logits[1], whole[0])
+    assert torch.equal(logits[0], shared.alone(OTHER)[0])
+    assert not torch.equal(logits[0], logits[1])
+    for state in states:
+        state.release()
+
+
+def test_few_slots_give_the_same_bits(store: Store, whole: tuple[Tensor, Tensor, Tensor]) -> None:
+    few = reader(store, slots=7)
+    try:
+        assert all(map(torch.equal, few.alone(PROMPT, 11), whole))
+        assert few.host.counters()["misses"] > 100, "most blocks came from the disk"
+        few.host.check()
+    finally:
+        few.host.close()
+
+
+def test_a_sweep_that_is_given_up_lets_go_of_everything(shared: Reader, whole: tuple[Tensor, Tensor, Tensor]) -> None:
+    state = shared.state(len(PROMPT))
+    running = shared.sweep.run([Segment(state, PROMPT)], [state])
+    shares = [next(running) for _ in range(20)]
+    running.close()
+    state.release()
+    assert shares == sorted(shares)
+    assert 0 <= shares[0] < shares[-1] < 1
+    shared.host.check()
+    assert torch.equal(shared.alone(PROMPT)[0], whole[0])
+
+
+def test_rows_of_pictures_stand_for_their_places(shared: Reader, whole: tuple[Tensor, Tensor, Tensor]) -> None:
+    rows = shared.sweep.weights.embeddings.rows(torch.tensor(PROMPT))
+    ids = [FIRST + place if 3 <= place < 9 else id_ for place, id_ in enumerate(PROMPT)]
+    state = shared.state(len(ids))
+    assert torch.equal(shared.read(Segment(state, ids, [rows[3:5], rows[5:9]]))[0], whole[0])
+    state.release()
+
+
+def test_a_large_group_is_computed_in_passes() -> None:
+    made = passes([(7, 0, 3), (9, 1, 10), (2, 2, 1)], most_rows=4)
+    assert [[(i.expert, i.slot, i.h_row, i.first, i.most) for i in items] for items, _ in made] == [
+        [(7, 0, 0, 0, 3), (9, 1, 3, 0, 1)],
+        [(9, 1, 0, 1, 4)],
+        [(9, 1, 0, 5, 4)],
+        [(9, 1, 0, 9, 1), (2, 2, 1, 0, 1)],
+    ]
+    assert [most for _, most in made] == [3, 4, 4, 1]
+
+
+def test_chunks_of_several_prompts() -> None:
+    marked = [10, FIRST, FIRST + 1, 11, FIRST + 2]
+    pictures = [torch.ones(2, 4), 2 * torch.ones(1, 4)]
+    segments = [
+        Segment(None, marked, pictures, sweep=True),  # type: ignore[arg-type]
+        Segment(None, [1, 2]),  # type: ignore[arg-type]
+        Segment(None, list(range(7)), sweep=True),  # type: ignore[arg-type]
+    ]
+    made = chunks(segments, 4)
+    assert [[(number, len(segment.ids)) for number, segment in chunk] for chunk in made] == [
+        [(0, 4)],
+        [(0, 1), (2, 3)],
+        [(2, 4)],
+    ]
+    assert [sum(map(len, segment.rows)) for chunk in made for _, segment in chunk] == [2, 1, 0, 0]
+    assert float(made[1][0][1].rows[0][0, 0]) == 2
