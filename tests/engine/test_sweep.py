@@ -1,4 +1,4 @@
-"""A prompt read by a sweep, in Triton's interpreter: near the CPU engine, and the same bits however it is cut or shared."""
+"""A prompt read by a sweep, in Triton's interpreter: near the CPU engine, the same bits however it is cut or shared."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -43,8 +43,9 @@ class ExpertSweep:
         self.copied_bytes = self.named_blocks = 0  # since the start; a block counts once in each call that names it
         on_gpu = device.type == "cuda"
         self.copies: Any = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self.used = [torch.cuda.Event() for _ in range(RING_GROUPS)] if on_gpu else []
-        self.copied = [torch.cuda.Event() for _ in range(RING_GROUPS)] if on_gpu else []
+        events = RING_GROUPS if on_gpu else 0
+        self.used = [torch.cuda.Event() for _ in range(events)]  # type: ignore[no-untyped-call]
+        self.copied = [torch.cuda.Event() for _ in range(events)]  # type: ignore[no-untyped-call]
         self.leased: list[list[int]] = [[] for _ in range(RING_GROUPS)]  # of each group of the ring
 
     def run(self, layer: int, ids: Tensor, weights: Tensor, x: Tensor, out: Tensor) -> Generator[float, None, None]:

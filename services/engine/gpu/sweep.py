@@ -133,8 +133,8 @@ class Sweep:
                     attended.append(attention.Segment(low - begin, high - low, position, table))
                 first += count
             device = self.x.device
-            table = torch.tensor(scanned, dtype=torch.int32).to(device)
-            parts.append(Part(slice(begin, end), table, attention.Segments(attended, device)))
+            on_device = torch.tensor(scanned, dtype=torch.int32).to(device)
+            parts.append(Part(slice(begin, end), on_device, attention.Segments(attended, device)))
         return parts
 
     def _embed(self, segments: Sequence[Segment]) -> None:
@@ -206,4 +206,4 @@ class Sweep:
         rows = to_octets(self.x[last.to(self.x.device)])
         logits = self.logits[: len(last)]
         decode_linear(rows, self.weights.lm_head, logits, norm=self.weights.final_norm)
-        return logits.cpu()
+        return logits.to("cpu", copy=True)
