@@ -31,7 +31,7 @@ from services.engine.gpu.model import arithmetic_path
 from services.engine.gpu.open import AWAKE_US, Sizes, open_device, usable_device
 from services.engine.grammar import Grammars
 from services.engine.metrics import Metrics
-from services.engine.model import Model
+from services.engine.model import DECODED_TOKENS, Model
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PagePool
 from services.engine.plan import GB, Machine, Plan, make_plan
@@ -71,7 +71,7 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
     plan = make_plan(config, store, Machine.here(), card_free_bytes=torch.cuda.mem_get_info()[0] if on_gpu else None)
     say(f"plan: {plan}")
     store.check_dense()
-    path = arithmetic_path(config.kv_format) if on_gpu else "cpu"
+    path = arithmetic_path(config.kv_format, plan.device.chunk_tokens > 0) if plan.device else "cpu"
     info = Info(
         model=served_name(store, config.model_name),
         model_fingerprint=store.fingerprint,
@@ -130,7 +130,9 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
             kept = PictureCache(int(config.picture_cache_gb * GB))
             read = _reader(weights, plan, experts, say)
             sight = Sight(weights, kept, lambda result: metrics.pictures[result,].inc(), read)
-        chunk_tokens = plan.device.chunk_tokens if plan.device else config.prefill_chunk_tokens or CHUNK_TOKENS
+        chunk_tokens = config.prefill_chunk_tokens or CHUNK_TOKENS
+        if plan.device is not None:  # one by one, a longer piece would hold up those that answer
+            chunk_tokens = plan.device.chunk_tokens or DECODED_TOKENS
         scheduler = Scheduler(network, pool, hot, metrics, plan.sequences, chunk_tokens, new_state)
         if isinstance(experts, HostExperts):
             experts.begin_warm()

@@ -109,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
         memory = torch.from_numpy(blocks).to(device)
         del blocks
         flops = tensor_rate(device)
+        torch.cuda.empty_cache()
         print(f"synthetic, routed by random routers; tensor cores {flops / 1e12:.0f} TFLOP/s\n{HEADING}", flush=True)
         for share in args.share:
             lengths = [tokens for each, tokens in wanted if each == share]
@@ -195,6 +196,7 @@ class PrefillBench:
         self.random = np.random.default_rng(1)
 
     def measure(self, tokens: int, share: float, flops: float) -> Cell:
+        assert self.model.sweep
         experts = self.model.sweep.experts
         ids = self.random.integers(0, self.store.config.vocab_size, tokens + DECODED).tolist()
         state = self.model.new_state(len(ids))
@@ -237,10 +239,7 @@ class PrefillBench:
 def tensor_rate(device: torch.device) -> float:
     """Of a large BF16 product through the vendor's library, in floating point operations a second."""
     both = torch.randn(2, MATRIX, MATRIX, device=device).bfloat16()
-    rate = 2 * MATRIX**3 / timed(lambda: both[0] @ both[1])
-    del both
-    torch.cuda.empty_cache()
-    return rate
+    return 2 * MATRIX**3 / timed(lambda: both[0] @ both[1])
 
 
 def token_flops(config: ModelConfig) -> float:

@@ -110,9 +110,8 @@ def test_it_is_near_the_cpu_engine(whole: tuple[Tensor, Tensor, Tensor], store: 
     assert float(divergence(others, logits[None])) > 0.1, "other logits must show"
 
 
-@pytest.mark.parametrize("cuts", [(1,), (5, 6, 11)])
-def test_a_cut_does_not_show(shared: Reader, whole: tuple[Tensor, Tensor, Tensor], cuts: tuple[int, ...]) -> None:
-    assert all(map(torch.equal, shared.alone(PROMPT, *cuts), whole))
+def test_a_cut_does_not_show(shared: Reader, whole: tuple[Tensor, Tensor, Tensor]) -> None:
+    assert all(map(torch.equal, shared.alone(PROMPT, 1, 6), whole))
 
 
 def test_prompts_that_share_a_sweep_are_as_if_alone(shared: Reader, whole: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.experts import prefill
 from kernels.experts.host.binding import Host
 from kernels.experts.host.feed import Block, Feed
-from services.engine.gpu.ledger import RING_GROUP, RING_GROUPS, SWEEP_H_ROWS
+from services.engine.gpu.ledger import RING_GROUPS, ring_group
 
 EXPECTED_LOOKUPS = 4  # an expert; with more it is all but sure that a sweep's next layer needs it, too
 
@@ -31,8 +31,9 @@ class ExpertSweep:
         self.feed = Feed(host)
         self.layers = len(catalog.offsets)
         block = self.layout.block_bytes
-        self.ring = torch.zeros(RING_GROUPS * RING_GROUP, block, dtype=torch.uint8, device=device)
-        self.h = torch.zeros(SWEEP_H_ROWS, self.layout.width, dtype=torch.bfloat16, device=device)
+        self.group = ring_group(tokens)
+        self.ring = torch.zeros(RING_GROUPS * self.group, block, dtype=torch.uint8, device=device)
+        self.h = torch.zeros(tokens, self.layout.width, dtype=torch.bfloat16, device=device)
         self.y = torch.zeros(tokens * top_k, self.layout.latent, dtype=torch.bfloat16, device=device)
         self.up_scales = torch.from_numpy(catalog.up_scales).to(device)
         self.down_scales = torch.from_numpy(catalog.down_scales).to(device)
@@ -77,7 +78,7 @@ class ExpertSweep:
         """The next blocks for a group of the ring, whose last ones have left it."""
         self._release(group)
         while True:
-            blocks = self.feed.take(RING_GROUP)
+            blocks = self.feed.take(self.group)
             if blocks is None or blocks:
                 return blocks
             oldest = next(each for each in self._from(group) if self.leased[each])
@@ -102,7 +103,7 @@ class ExpertSweep:
         if self.copies is not None:
             self.copies.wait_event(self.used[group])
         with torch.cuda.stream(self.copies) if self.copies is not None else nullcontext():
-            for place, block in enumerate(blocks, group * RING_GROUP):
+            for place, block in enumerate(blocks, group * self.group):
                 slot = (block.address - self.start) // self.layout.block_bytes
                 self.ring[place].copy_(self.slots[slot], non_blocking=True)
         self.leased[group] = [block.number for block in blocks]
@@ -114,7 +115,7 @@ class ExpertSweep:
     def _compute(
         self, group: int, blocks: list[Block], counts: np.ndarray[Any, Any], order: prefill.Order, layer: int, x: Tensor
     ) -> None:
-        named = [(block.expert, group * RING_GROUP + i, int(counts[block.expert])) for i, block in enumerate(blocks)]
+        named = [(block.expert, group * self.group + i, int(counts[block.expert])) for i, block in enumerate(blocks)]
         for items, most in passes(named, len(self.h)):
             table = self.items.put(items)
             prefill.up(self.ring, self.layout, table, most, order, x, self.up_scales[layer], self.h)

@@ -42,8 +42,8 @@ MARGIN_BYTES = 32 * MIB  # an allocator's rounding (11 to 23 MiB), and what chan
 
 SWEEP_KERNEL_BYTES = 48 * MIB  # of the kernels that read prompts, assumed
 SWEEP_PART = 512  # rows of a prompt's chunk that the widest buffers hold
-RING_GROUP, RING_GROUPS = 8, 3  # blocks copied to the card together, and for how many times as many it has room
-SWEEP_H_ROWS = 2048  # neurons' values of so many lookups, between `up` and `down`
+RING_GROUPS = 3  # of blocks that are copied to the card together: in use, coming, and next
+
 
 _KV_BYTES: dict[Kv, int] = {"bf16": 2, "fp8": 1}
 _F32 = 4
@@ -268,6 +268,11 @@ def row_bytes(config: ModelConfig) -> int:
     return _F32 * (config.hidden_size + mamba + attention + moe)
 
 
+def ring_group(chunk_tokens: int) -> int:
+    """How many blocks are copied to the card together."""
+    return 8 if chunk_tokens >= 1024 else 4
+
+
 def sweep_bytes(config: ModelConfig, chunk_tokens: int, context_tokens: int) -> int:
     """Of sweep.py's Sweep and expert_sweep.py's ExpertSweep, their kernels included; none for chunks of no token."""
     if not chunk_tokens:
@@ -281,7 +286,7 @@ def sweep_bytes(config: ModelConfig, chunk_tokens: int, context_tokens: int) -> 
     part_row = wide + 6 * config.hidden_size + 2 * _F32 * config.mamba_heads + _F32 * config.experts
     row = _F32 * config.hidden_size + 2 * (2 + top_k) * config.latent_size
     row += top_k * (_F32 + _F32 + 3 * 8 + _F32)  # ids, weights, and what sorting them takes for a while
-    fixed = RING_GROUPS * RING_GROUP * block.block_bytes + SWEEP_H_ROWS * block.width * 2
+    fixed = RING_GROUPS * ring_group(chunk_tokens) * block.block_bytes + chunk_tokens * block.width * 2
     fixed += MOST_SEQUENCES * (pages_for(context_tokens) + config.vocab_size) * _F32
     fixed += len(config.moe_layers) * config.experts * 2 * _F32 + len(config.layers) * config.hidden_size * _F32
     return part * part_row + chunk_tokens * row + fixed + SWEEP_KERNEL_BYTES

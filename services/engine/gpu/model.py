@@ -50,14 +50,17 @@ class DeviceModel:
         placement: Placement | None = None,
         told: Callable[[str], str] = str,
     ) -> None:
-        """`told`: makes what a failed read says fit for clients."""
+        """`chunk_tokens` are read at once; 0: all segments take the decode path. `told`: makes what a failed read says
+        fit for clients."""
         self.pool, self.config, self.told = pool, weights.config, told
         self.decoders: list[Decoder] = []
+        self.sweep: Sweep | None = None
         scratch: list[DeviceState] = []
         try:
             most = min(sequences, MOST_SEQUENCES)
-            experts = ExpertSweep(slots.host, self.config.experts_per_token, chunk_tokens, pool.conv.device)
-            self.sweep = Sweep(weights, pool, experts, chunk_tokens, context_tokens)
+            if chunk_tokens:
+                experts = ExpertSweep(slots.host, self.config.experts_per_token, chunk_tokens, pool.conv.device)
+                self.sweep = Sweep(weights, pool, experts, chunk_tokens, context_tokens)
             for rows in range(1, most + 1):
                 scratch.append(self.new_state(1))
                 self.decoders.append(Decoder(weights, pool, slots, rows, context_tokens, placement or Placement()))
@@ -105,8 +108,9 @@ class DeviceModel:
         logits = [torch.empty(0)] * len(segments)
         left = total = sum(len(segment.ids) for segment in segments)
         try:
-            for chunk in chunks(segments, self.sweep.tokens):
+            for chunk in chunks(segments, self.sweep.tokens) if self.sweep else []:
                 states = [self._state(segment) for _, segment in chunk]
+                assert self.sweep
                 running = self.sweep.run([segment for _, segment in chunk], states)
                 tokens = sum(len(segment.ids) for _, segment in chunk)
                 for (number, _), row in zip(chunk, (yield from self._swept(running, left, tokens, total)), strict=True):
@@ -114,7 +118,7 @@ class DeviceModel:
                 for (_, segment), state in zip(chunk, states, strict=True):
                     state.ids.extend(segment.ids)
                 left -= tokens
-            decoded = [number for number, segment in enumerate(segments) if not segment.sweep]
+            decoded = [number for number, segment in enumerate(segments) if not (self.sweep and segment.sweep)]
             for fed in self._tokens([segments[number] for number in decoded]):
                 for index, place, row in fed:
                     number = decoded[index]
@@ -164,6 +168,8 @@ class DeviceModel:
 
     def _first_sweep(self, state: DeviceState) -> None:
         """So that its kernels are compiled and loaded before anybody waits. The state means nothing afterwards."""
+        if self.sweep is None:
+            return
         state.reserve(FIRST_SWEEP_TOKENS)
         for _ in self.sweep.run([Segment(state, [0] * FIRST_SWEEP_TOKENS)], [state]):
             pass
@@ -227,10 +233,11 @@ def chunks(segments: Sequence[Segment], most_tokens: int) -> list[list[tuple[int
     return made
 
 
-def arithmetic_path(kv_format: str) -> str:
-    """What decides bits here: the kernels' fixed configurations, their compiler, the kind of card, the form of KV."""
+def arithmetic_path(kv_format: str, swept: bool) -> str:
+    """What decides bits here: the kernels' fixed configurations, their compiler, the kind of card, the form of KV, and
+    whether prompts are swept."""
     parts = [
-        sweep.FINGERPRINT,
+        sweep.FINGERPRINT if swept else "no sweep",
         linear.FINGERPRINT,
         mamba.FINGERPRINT,
         norm.FINGERPRINT,

@@ -24,7 +24,7 @@ from services.engine.vision.device import card_bytes
 
 COMFORTABLE_TOKENS = 16_384  # of context; fewer sequences rather than less of it
 MOST_TOKENS = 131_072  # of context, if nobody asks for more
-CHUNKS = (2048, 1024, 512, 256)  # tokens of prompts read at once
+CHUNKS = (2048, 1024, 512, 256, 0)  # tokens of prompts read at once; 0: one by one, as answers are
 COMFORTABLE_CHUNK = 1024
 
 
@@ -49,9 +49,12 @@ class DevicePlan:
             f"\npictures are read by the processor, which takes minutes for a large one: on the card they would take "
             f"{self.blind_bytes / MIB:.0f} MiB, which leaves no room for the context"
         )
+        prompts = f"{self.chunk_tokens} tokens of prompts at once"
+        if not self.chunk_tokens:
+            prompts = "prompts token by token, many times slower than in chunks, for which there is no room"
         return (
             f"graphics memory: {self.sequences} sequences of up to {self.context_tokens} tokens, keys and values in "
-            f"{self.kv}, {self.chunk_tokens} tokens of prompts at once\n{self.ledger}\n"
+            f"{self.kv}, {prompts}\n{self.ledger}\n"
             f"  {self.budget_bytes / MIB:9.1f} MiB  can be had{pictures if self.blind_bytes else ''}"
         )
 
