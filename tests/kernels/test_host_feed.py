@@ -145,7 +145,7 @@ def test_a_step_goes_before_the_feed(blocks: BlocksOnDisk, opened: Opener) -> No
 
 
 def test_the_feed_begins_no_read_while_a_step_reads(blocks: BlocksOnDisk, opened: Opener) -> None:
-    """Not even with readers to spare: the step's last block would come later. The cache is full: reads begin by evicting."""
+    """Not even with readers to spare: its last block would come later. The cache is full: reads begin by evicting."""
     host = opened(slots=8, readers=4, read_delay_us=150_000)
     swept(host, blocks, 0, range(8))
     before = host.counters()
