@@ -44,6 +44,7 @@ from services.tools.decode_rig import READERS
 from services.tools.progress import Progress
 
 MATRIX = 8192  # side of the product that the tensor cores' rate is measured with
+WARMING = 600  # tokens read first, not timed
 DECODED = 12  # tokens through the decode path, to compare with
 FILLED_GB_S = 1000.0  # of the drive while slots are filled: as fast as it goes
 HEADING = (
@@ -182,7 +183,9 @@ def opened(
             f"{resident} of {experts} experts a layer in RAM, ready after {time.perf_counter() - begun:.0f} s",
             flush=True,
         )
-        yield PrefillBench(store, host, model, link_gb_s, args)
+        bench = PrefillBench(store, host, model, link_gb_s, args)
+        bench.measure(min(tokens, WARMING), share, 1.0)
+        yield bench
         del model, pool, weights
 
 

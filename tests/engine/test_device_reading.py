@@ -58,6 +58,7 @@ def fed() -> list[list[int]]:
 @pytest.fixture
 def model(fed: list[list[int]]) -> DeviceModel:
     model = DeviceModel.__new__(DeviceModel)
+    model.sweep = None
     model.pool, model.told = Pool(), str.upper  # type: ignore[assignment]
     model.decoders = [OneHot(rows, fed) for rows in (1, 2)]  # type: ignore[misc]
     return model
