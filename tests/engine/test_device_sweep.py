@@ -1,6 +1,6 @@
 """On a GPU: prompts of the demo by a sweep. Near the CPU engine, the same bits however they are cut, shared or placed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import pytest
 import torch
@@ -28,7 +28,10 @@ def device(demo_store: Store) -> Iterator[Device]:
 
 
 def read(device: Device, *parts: tuple[State, Sequence[int]]) -> Tensor:
-    running = device.model.reading([Segment(state, ids, sweep=True) for state, ids in parts])
+    return rest_of(device.model.reading([Segment(state, ids, sweep=True) for state, ids in parts]))
+
+
+def rest_of(running: Generator[float, None, Tensor]) -> Tensor:
     while True:
         try:
             next(running)
@@ -94,12 +97,7 @@ def test_answers_go_on_between_the_layers_of_a_sweep(device: Device) -> None:
     for id_, wanted in zip(OTHER[:40], alone_answer, strict=True):
         next(running)
         assert torch.equal(device.model.forward([Segment(answerer, [id_])])[0], wanted)
-    while True:
-        try:
-            next(running)
-        except StopIteration as end:
-            assert torch.equal(end.value[0], expected)
-            break
+    assert torch.equal(rest_of(running)[0], expected)
     reader.release()
     answerer.release()
 
