@@ -1,7 +1,6 @@
-"""Short runs of the drills: members killed, a store in trouble, twenty turns counted by what the engine executed."""
+"""Short runs of the drills: members killed, a store in trouble."""
 
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ import redis
 import xxhash
 from fleet import Fleet
 from kill_drill import Report, _judge, drill, fleets
+from twenty_turns import settle
 
-from services.api.model_folder import ModelFolder, load_model_folder
 from services.engine.experts.store import Store
 
 pytestmark = pytest.mark.timeout(600)
@@ -61,74 +60,8 @@ def test_a_killed_engine_s_dialog_goes_on_at_the_other(both: tuple[Fleet, Fleet]
         fleet.wait_until_ready()
 
 
-def executed(fleet: Fleet) -> float:
-    """Prompt tokens that the fleet's engines ran for requests, by their own count."""
-    total = 0.0
-    for name in fleet.engines:
-        line = next(line for line in fleet.log(name).splitlines()[::-1] if line.startswith("ready:"))
-        with urllib.request.urlopen(line.split("metrics on ")[1], timeout=10) as answer:
-            for sample in answer.read().decode().splitlines():
-                if sample.startswith("thimble_prompt_tokens_total"):
-                    total += float(sample.rsplit(" ", 1)[1])
-    return total
-
-
-TOOL = {
-    "type": "function",
-    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
-}
-
-
-@pytest.mark.parametrize("thinking", [False, True], ids=["plain", "thinking"])
-def test_twenty_turns_cost_their_new_text_only(demo_store: Store, tmp_path: Path, thinking: bool) -> None:
-    folder: ModelFolder = load_model_folder(demo_store.folder)
-    opening = "<think>\n" if thinking else "<think></think>"
-    dialog: list[Any] = [{"role": "system", "content": "You are a patient assistant."}]
-    with Fleet(demo_store.folder, tmp_path, engines=1, ENGINE_WORKERS="1", ENGINE_HOT_STATES_GB="0.02") as fleet:
-        costs: list[tuple[float, int]] = []
-        calls: Any = None
-        for turn in range(20):
-            text = f"What is {turn} + {turn}?"
-            dialog.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": text} if calls else user(text))
-            before = executed(fleet)
-            answer = fleet.chat(
-                dialog,
-                model="demo-think" if thinking else "demo",
-                tools=[TOOL],
-                tool_choice="required" if turn in (4, 11) else "auto",
-                max_tokens=200,
-            )
-            ran = executed(fleet) - before
-            assert ran == answer["usage"]["prompt_tokens"] - answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-            shown = f"<tool_response>\n{text}\n</tool_response>\n" if calls else text
-            new = f"<|im_start|>user\n{shown}<|im_end|>\n<|im_start|>assistant\n{opening}"
-            costs.append((ran, len(folder.tokenizer.encode(new))))
-            message = answer["choices"][0]["message"]
-            calls = message.get("tool_calls")
-            assert calls or turn not in (4, 11)
-            dialog.append({key: message[key] for key in ("role", "content", "tool_calls") if key in message})
-            settle(fleet)
-    assert [ran for ran, _ in costs[1:]] == [ideal for _, ideal in costs[1:]]
-
-
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
-
-
-def settle(fleet: Fleet) -> None:
-    """Until the newest history is read ahead and stored: nothing grows any more."""
-    seen, since = -1.0, time.monotonic()
-    while time.monotonic() - since < 0.8:
-        with urllib.request.urlopen(f"{fleet.url}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
-        now = sum(
-            float(line.rsplit(" ", 1)[1])
-            for line in lines
-            if line.startswith(("thimble_api_reads_ahead_total", "thimble_api_snapshot_writes_total"))
-        )
-        if now != seen:
-            seen, since = now, time.monotonic()
-        time.sleep(0.05)
 
 
 def fill_up(client: Any) -> None:
