@@ -1,4 +1,4 @@
-"""On a GPU: prompts of the demo by a sweep. Near the CPU engine, the same bits however they are cut, shared or placed."""
+"""On a GPU: prompts by a sweep. Near the CPU engine, the same bits however they are cut, shared or placed."""
 
 from collections.abc import Generator, Iterator, Sequence
 
