@@ -70,3 +70,19 @@ def attend_rounded(query: Tensor, key: Tensor, value: Tensor, first: int, page_t
         mixed = mixed * decay.unsqueeze(3) + torch.einsum("mgat,tgd->mgad", shares.bfloat16().float(), value[page])
         best = new_best
     return (mixed / sums.unsqueeze(3)).reshape(count, heads, size)
+
+
+def attend_all(query: Tensor, key: Tensor, value: Tensor, tile_keys: int) -> Tensor:
+    """softmax(q k / sqrt(D)) v, each row over all rows, as vision.py computes it: shares rounded to BF16, the softmax
+    carried from one tile of keys to the next. All [T, heads, D] -> the same shape."""
+    best = torch.full((*query.shape[:2], 1), -math.inf)
+    sums, mixed = torch.zeros_like(best), torch.zeros_like(query)
+    for start in range(0, len(key), tile_keys):
+        some = slice(start, start + tile_keys)
+        scores = torch.einsum("mhd,thd->mht", query, key[some]) * (math.log2(math.e) / math.sqrt(query.shape[2]))
+        new_best = torch.maximum(best, scores.amax(dim=2, keepdim=True))
+        shares, decay = torch.exp2(scores - new_best), torch.exp2(best - new_best)
+        sums = sums * decay + shares.sum(dim=2, keepdim=True)
+        mixed = mixed * decay + torch.einsum("mht,thd->mhd", shares.bfloat16().float(), value[some])
+        best = new_best
+    return mixed / sums

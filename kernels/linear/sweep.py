@@ -26,7 +26,7 @@ from kernels.elementary.gpu import bfloat16
 from kernels.linear.gpu import Linear
 
 Tensor = torch.Tensor
-Finish = Literal["store", "relu2", "add"]
+Finish = Literal["store", "relu2", "gelu", "add"]
 
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 _UNPACKED = {"NVFP4": 2.0**10}  # what unpacking leaves out of a weight, see _fp4_pair
@@ -192,6 +192,7 @@ def sweep_kernel(
     weight,
     scales,
     factor,
+    bias,
     out,
     tokens,
     K: tl.constexpr,
@@ -249,8 +250,12 @@ def sweep_kernel(
             total = _dot(weights_rest, values, total)
         total = _dot(weights, values, total)
     total *= factor
+    if bias is not None:
+        total += tl.load(bias + tl.minimum(row, ROWS - 1)).to(tl.float32)[:, None]
     if FINISH == "relu2":
         total = tl.where(total <= 0.0, 0.0, total * total)  # NaN stays NaN
+    if FINISH == "gelu":
+        total = total * 0.5 * (1.0 + tl.erf(total * 0.7071067811865476))
     target = out + first.to(tl.int64) * OUT_STRIDE + tl.arange(0, BM)[None, :] * OUT_STRIDE + row[:, None]
     present = (token < tokens)[None, :] & (row < ROWS)[:, None]
     if FINISH == "add":
@@ -265,15 +270,17 @@ def linear(
     finish: Finish = "store",
     precise: bool = False,
     configuration: Tiles | None = None,
+    bias: Tensor | None = None,
 ) -> None:
-    """Queue out = finish(x @ W^T) in one launch; nothing is allocated.
+    """Queue out = finish(x @ W^T + bias) in one launch; nothing is allocated.
 
     x [M, K] contiguous, bfloat16, or float32 with `precise`; any M. out [M, N] with any row stride, bfloat16 or
     float32, for the finishes
       store   rounded to out's type;
       relu2   positive results squared, others zero;
+      gelu    x Phi(x) of a result x, with the card's own error function;
       add     added to what out, float32, holds.
-    A row that is not finite spoils no other row. `configuration` replaces the fixed one, for measurements.
+    `bias` [N], contiguous, of any float type. A row that is not finite spoils no other row. `configuration` replaces the fixed one, for measurements.
     """
     tokens, columns = x.shape
     assert x.dtype == (torch.float32 if precise else torch.bfloat16)
@@ -283,6 +290,7 @@ def linear(
     assert out.stride(1) == 1
     assert out.dtype == torch.float32 or (out.dtype == torch.bfloat16 and finish != "add")
     assert max(x.numel(), weights.rows * columns) < 1 << 31
+    assert bias is None or (bias.shape == (weights.rows,) and bias.is_contiguous())
     if tokens == 0:
         return
     made = configuration or tiles(weights.format, precise)
@@ -291,6 +299,7 @@ def linear(
         weights.weight.view(_VIEWS[weights.format]),
         weights.scales.view(torch.uint8),
         weights.scale * _UNPACKED.get(weights.format, 1.0),
+        bias,
         out,
         tokens,
         K=columns,

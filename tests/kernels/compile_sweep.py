@@ -3,11 +3,13 @@
 import triton.language as tl
 
 import kernels.attention.sweep as attention_sweep
+import kernels.attention.vision as vision_attention
 from kernels.block import BlockLayout
 from kernels.experts import prefill, prefill_kernels
 from kernels.linear import sweep as linear_sweep
 from kernels.mamba import sweep as mamba_sweep
 from kernels.norm import sweep as norm_sweep
+from kernels.norm import vision as vision_norm
 
 LAYOUT = BlockLayout(latent=1024, width=2688)
 EXPERTS = {
@@ -20,13 +22,17 @@ EXPERTS = {
 WEIGHTS = {"NVFP4": "*u8", "FP8": "*i16", "BF16": "*bf16", "F16": "*fp16", "F32": "*fp32"}
 
 
-def linear(form: str, rows: int, columns: int, finish: str, out: str, precise: bool = False) -> tuple:
+def linear(
+    form: str, rows: int, columns: int, finish: str, out: str, precise: bool = False, bias: str | None = None
+) -> tuple:
     made = linear_sweep.tiles(form, precise)
     arguments = (
         f"x:{'*fp32' if precise else '*bf16'} weight:{WEIGHTS[form]} scales:*u8 factor:fp32 out:{out} tokens:i32"
+        + (f" bias:{bias}" if bias else "")
     )
     constants = {"K": columns, "ROWS": rows, "OUT_STRIDE": rows, "FORMAT": form, "FINISH": finish, "PRECISE": precise}
     constants |= {"BM": made.bm, "BN": made.bn, "BK": made.bk, "STAGES": made.stages}
+    constants |= {} if bias else {"bias": None}
     return linear_sweep.sweep_kernel, arguments, constants, made.warps
 
 
@@ -42,6 +48,13 @@ def attend(fp8: bool) -> tuple:
     constants = {"STRIDE": 4096, "KV_HEADS": 2, "GROUP": 16, "PADDED": 16, "SIZE": 128, "PAGE": 64, "FP8": fp8}
     constants |= {"TOKENS": attention_sweep.tile_tokens(16, 64), "STAGES": attention_sweep.STAGES}
     return attention_sweep.sweep_attend_kernel, arguments, constants, attention_sweep.WARPS
+
+
+def vision_attend() -> tuple:
+    constants = {"Q_STRIDE": 1280, "KV_STRIDE": 2560, "VALUES": 1280, "SIZE": 80, "HIGH": 64, "REST": 16}
+    constants |= {"ROWS": vision_attention.ROWS, "KEYS": vision_attention.KEYS, "STAGES": vision_attention.STAGES}
+    arguments = "query:*bf16 kv:*bf16 out:*bf16 tokens:i32 score_factor:fp32"
+    return vision_attention.vision_attend_kernel, arguments, constants, vision_attention.WARPS
 
 
 def store_kv(fp8: bool) -> tuple:
@@ -125,4 +138,28 @@ SWEEP = [
     attend(fp8=True),
     store_kv(fp8=False),
     store_kv(fp8=True),
+    linear("BF16", 1280, 768, "store", "*fp32"),
+    linear("BF16", 2560, 1280, "store", "*bf16", bias="*bf16"),
+    linear("BF16", 5120, 1280, "gelu", "*bf16", bias="*bf16"),
+    linear("BF16", 1280, 5120, "add", "*fp32", bias="*bf16"),
+    vision_attend(),
+    (
+        vision_norm.layer_norm_kernel,
+        "x:*fp32 weight:*bf16 bias:*bf16 out:*bf16 eps:fp32",
+        {"K": 1280, "PADDED": 2048},
+        vision_norm.WARPS,
+    ),
+    (
+        vision_norm.shuffled_norm_kernel,
+        "x:*fp32 weight:*bf16 bias:*bf16 outer:*bf16 out:*bf16 columns:i32 eps:fp32 outer_eps:fp32",
+        {"K": 1280, "PADDED": 2048},
+        vision_norm.SHUFFLE_WARPS,
+    ),
+    (
+        vision_norm.positions_kernel,
+        "x:*fp32 lines:*bf16 down:*i32 below:*fp32 across:*i32 beside:*fp32 first_patch:i32 first_line:i32 rows:i32 "
+        "columns:i32",
+        {"SIDE": 128, "K": 1280, "PADDED": 2048},
+        vision_norm.WARPS,
+    ),
 ]

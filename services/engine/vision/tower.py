@@ -81,9 +81,9 @@ def positions(lines: Tensor, first: int, stop: int, grid: tuple[int, int]) -> It
     """
     rows, columns = grid
     longest, side = max(grid), lines.shape[1]
-    upper, lower, down = _places(rows, longest, side)
-    left, right, across = _places(columns, longest, side)
-    begin, end = (int(row) for row in torch.searchsorted(upper, torch.tensor([first, stop])))
+    upper, lower, down = places(rows, longest, side)
+    left, right, across = places(columns, longest, side)
+    begin, end = lines_of(upper, first, stop)
     upper, lower, down = ((upper - first).to(lines.device), (lower - first).to(lines.device), down.to(lines.device))
     left, right, across = (each.to(lines.device) for each in (left, right, across))
     for start in range(begin * columns, end * columns, _POSITIONS):
@@ -95,7 +95,13 @@ def positions(lines: Tensor, first: int, stop: int, grid: tuple[int, int]) -> It
         yield start, torch.lerp(at_left, at_right, across[column, None])
 
 
-def _places(count: int, longest: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
+def lines_of(upper: Tensor, first: int, stop: int) -> tuple[int, int]:
+    """Of a grid's rows, those whose upper neighbours (`places`) are the table's lines `first` to before `stop`."""
+    begin, end = torch.searchsorted(upper, torch.tensor([first, stop]))
+    return int(begin), int(end)
+
+
+def places(count: int, longest: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
     """The two neighbours of each place in the table, and how far it is from the first to the second."""
     source = ((torch.arange(count, dtype=torch.float64) + 0.5) * (side / longest) - 0.5).clamp_(min=0)
     first = source.long().clamp_(max=side - 1)
