@@ -82,6 +82,9 @@ class Fleet:
         self._processes[name].kill()
         self._processes[name].wait(10)
 
+    def pid(self, name: str) -> int:
+        return self._processes[name].pid
+
     def running(self, name: str) -> bool:
         return self._processes[name].poll() is None
 
