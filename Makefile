@@ -6,7 +6,7 @@ BIN := .venv/bin
 JOBS ?= 2# tests at once; they start real servers and watch the clock, so not as many as there are cores
 PIP := $(BIN)/pip --disable-pip-version-check --no-input install --constraint .venv/constraints.txt $(PIP_FLAGS)
 
-.PHONY: up test lint types native unit drill proto settings pins clean
+.PHONY: up test lint types native unit drill proto settings pins locks audit clean
 
 up: .venv/up.stamp
 	@exec $(BIN)/thimble up $(ARGS)
@@ -51,6 +51,17 @@ pins:
 	  >.build/pins/constraints.txt
 	LC_ALL=C sort --ignore-case .build/pins/constraints.txt >services/constraints.txt
 	rm -rf .build/pins
+	$(MAKE) --no-print-directory locks
+
+# The same with the hashes of every file, for the images: pip install --require-hashes.
+locks: .venv/test.stamp
+	$(BIN)/python -m services.tools.lock
+	$(BIN)/python -m services.tools.licences
+
+# Known holes in what is pinned, by PyPI's database; asks the internet. `make audit AUDIT_FLAGS="-s osv"` asks another.
+audit:
+	rm -rf .build/audit && $(PYTHON) -m venv .build/audit && .build/audit/bin/pip install --quiet pip-audit==2.10.1
+	.build/audit/bin/pip-audit --strict --no-deps --disable-pip --requirement services/locks/everything.txt $(AUDIT_FLAGS)
 
 .venv/up.stamp: pyproject.toml .venv/constraints.txt
 	$(PIP) --editable '.[engine,api,embedded,checkpoint]'
