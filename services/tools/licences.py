@@ -37,7 +37,7 @@ def licence(name: str) -> str:
         return str(found["License-Expression"])
     classifiers = [text.removeprefix(CLASSIFIER) for text in found.get_all("Classifier") or [] if CLASSIFIER in text]
     stated = [text.rpartition(" :: ")[2] for text in classifiers if text != "OSI Approved"]
-    free = str(dict(found).get("License", "")).strip().splitlines()
+    free = str(found.json.get("license", "")).strip().splitlines()
     return ", ".join(stated) or (free[0][:80] if free else UNSTATED)
 
 
