@@ -80,20 +80,27 @@ def quantise(weights: Tensor, choose: Choice = "mse") -> tuple[Tensor, Tensor, T
 
 def _quantise_rows(weights: Tensor, scale_2: Tensor, choose: Choice) -> tuple[Tensor, Tensor]:
     blocks = weights.reshape(weights.shape[0], -1, GROUP)
+    scales = block_scales(blocks, scale_2, choose)
+    codes = encode(nearest(blocks / (scales.to(torch.float32) * scale_2).unsqueeze(-1)))
+    return pack_codes(codes.reshape(weights.shape)), scales
+
+
+def block_scales(blocks: Tensor, scale_2: Tensor, choose: Choice) -> Tensor:
+    """weight_scale E4M3 [..., groups] of float32 [..., groups, 16], as `quantise` chooses it; on any device.
+
+    scale_2 float32 [], or of a shape that spreads over [..., groups] where several tensors are done at once.
+    """
     largest = blocks.abs().amax(dim=-1)
     fitting = (largest / E2M1_MAX / scale_2).clamp(2.0**-9, E4M3_MAX)
     fitting = torch.where(largest == 0, 1.0, fitting)
     scales = fitting.to(torch.float8_e4m3fn)
-    if choose == "mse":
-        scales = _least_squares(blocks, scales, scale_2)
-    codes = encode(nearest(blocks / (scales.to(torch.float32) * scale_2).unsqueeze(-1)))
-    return pack_codes(codes.reshape(weights.shape)), scales
+    return _least_squares(blocks, scales, scale_2) if choose == "mse" else scales
 
 
 def _least_squares(blocks: Tensor, fitting: Tensor, scale_2: Tensor) -> Tensor:
     """The scale near `fitting` with the least squared error of each block; among equals the nearest to `fitting`."""
     first = fitting.view(torch.uint8).int()
-    best, best_error = fitting.view(torch.uint8).clone(), torch.full(fitting.shape, torch.inf)
+    best, best_error = fitting.view(torch.uint8).clone(), torch.full(fitting.shape, torch.inf, device=blocks.device)
     for step in _SEARCH_STEPS:
         candidate = (first + step).clamp(_SMALLEST_CODE, _LARGEST_CODE).to(torch.uint8)
         scale = (candidate.view(torch.float8_e4m3fn).to(torch.float32) * scale_2).unsqueeze(-1)

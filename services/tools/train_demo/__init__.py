@@ -1,0 +1,1 @@
+"""Training the demo checkpoint: text, network, loop, export."""
