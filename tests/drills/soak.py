@@ -1,0 +1,121 @@
+"""The soak: the same seeded dialogs, side by side, round after round. Every round says what the first one said, and the
+processes take no more at the end than in the middle. `python tests/drills/soak.py --minutes 120` is the long one.
+"""
+
+import argparse
+import concurrent.futures
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fleet import Fleet
+from load import WORKERS
+from vitals import Growth, Vitals
+
+from services.tools import figures
+from services.tools.repack import repack
+
+DEMO = Path(__file__).parents[2] / "demo"
+SIDE_BY_SIDE = 3
+QUESTIONS = (
+    "Tell me a short story about a fox.",
+    "What is {seed} + 3?",
+    "And now something longer, please.",
+    "What is the capital of France?",
+    "Repeat the second of my questions.",
+)
+SETTINGS = {"ENGINE_EXPERT_SLOTS": "150", "ENGINE_HOT_STATES_GB": "0.02"}  # small enough to be turned over
+MOST_PERCENT_A_MINUTE = 0.1
+LEAST_MINUTES = 60.0  # for that bar to mean something: in less, one page of malloc is a slope
+
+
+@dataclass
+class Report:
+    minutes: float = 0.0
+    rounds: int = 0
+    turns: int = 0
+    wrong: list[str] = field(default_factory=list)
+    growths: dict[str, Growth] = field(default_factory=dict)
+
+    def faults(self) -> list[str]:
+        """What must not be."""
+        found = list(self.wrong)
+        for name, one in self.growths.items():
+            if one.handles > 0 or one.threads > 0:
+                found.append(f"{name}: handles {one.handles:+d}, threads {one.threads:+d}")
+            if self.minutes >= LEAST_MINUTES and one.rss_percent_a_minute > MOST_PERCENT_A_MINUTE:
+                found.append(f"{name}: memory {one.rss_percent_a_minute:+.2f} %/min")
+        return found
+
+    def __str__(self) -> str:
+        taken = "; ".join(f"{name} {one}" for name, one in self.growths.items())
+        return (
+            f"{self.minutes:.1f} minutes, {self.rounds} rounds of {SIDE_BY_SIDE} dialogs, {self.turns} turns, other "
+            f"than in the first round {len(self.wrong)}; last half: {taken}"
+        )
+
+
+def dialog(fleet: Fleet, seed: int) -> list[str]:
+    """What was answered, turn by turn; half of the dialogs are greedy."""
+    messages: list[Any] = [{"role": "system", "content": f"You are number {seed}."}]
+    drawn = {"temperature": 0} if seed % 2 else {"temperature": 0.8, "seed": seed}
+    answers = []
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question.format(seed=seed)})
+        reply = fleet.chat(messages, user=f"user{seed}", max_tokens=20, **drawn)
+        messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
+        answers.append(messages[-1]["content"])
+    return answers
+
+
+def drill(store: Path, folder: Path, minutes: float) -> Report:
+    report = Report()
+    with (
+        Fleet(store, folder, engines=1, redis_mb=16, **WORKERS, **SETTINGS) as fleet,
+        concurrent.futures.ThreadPoolExecutor(SIDE_BY_SIDE) as pool,
+    ):
+
+        def one_round() -> list[list[str]]:
+            return list(pool.map(lambda seed: dialog(fleet, seed), range(SIDE_BY_SIDE)))
+
+        first = one_round()
+        one_round()  # what is only started once has started: pools, connections, the first dump of a state
+        began = time.monotonic()
+        with Vitals({name: fleet.pid(name) for name in fleet.names}) as vitals:
+            while time.monotonic() < began + 60 * minutes:
+                compare(report, first, one_round())
+        report.minutes = (time.monotonic() - began) / 60
+        report.growths = {name: vitals.growth(name) for name in fleet.names}
+    return report
+
+
+def compare(report: Report, first: list[list[str]], now: list[list[str]]) -> None:
+    report.rounds += 1
+    for seed, (wanted, got) in enumerate(zip(first, now, strict=True)):
+        report.turns += len(got)
+        for turn, (one, other) in enumerate(zip(wanted, got, strict=True)):
+            if one != other:
+                report.wrong.append(f"round {report.rounds}, dialog {seed}, turn {turn}: {other!r} instead of {one!r}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=120.0)
+    parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        store = repack(DEMO, Path(name) / "demo", say=lambda text: None).folder
+        report = drill(store, Path(name), args.minutes)
+    print(report, *report.faults(), sep="\n")
+    if args.out:
+        figures.append(args.out, "soak.wrong", len(report.wrong), "answers", f"demo model; {report}")
+        for who, one in report.growths.items():
+            figures.append(args.out, f"soak.{who}_growth", one.rss_percent_a_minute, "%/min", f"demo model; {report}")
+    return 1 if report.faults() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
