@@ -109,7 +109,6 @@ class Generation:
         self._call = call
         self._engine = engine
         self._ahead: pb.GenerateOut | None = None  # read, and not yet told
-        self._reading: asyncio.Task[Any] | None = None  # a read that outlives who waited for it
 
     async def start(self, start: pb.Start) -> None:
         """Send the request and wait until the engine has taken it in or refused it."""
@@ -129,8 +128,7 @@ class Generation:
                 continue
             try:
                 with _translated():
-                    message = await (self._call.read() if self._reading is None else asyncio.shield(self._reading))
-                    self._reading = None
+                    message = await self._call.read()
             except EngineLost:
                 self._engine.note_failure()
                 raise
@@ -151,22 +149,16 @@ class Generation:
             index += 1
         return index
 
-    async def lend(self, chunks: pb.LentChunks) -> None:
-        """Chunks of the payload the engine asked for, in a file that it sees."""
-        await self._write(pb.GenerateIn(lent=chunks))
+    async def lend(self, lent: pb.Lent) -> None:
+        """A connection on which the payload comes that the engine asked for."""
+        await self._write(pb.GenerateIn(lent=lent))
 
-    async def taken(self) -> int | None:
-        """How many lent chunks the engine has read, when that grows; None if it wants no more. Raises its error. May be
-        given up: gRPC would end the call with a read that is cancelled, so this one goes on."""
-        if self._ahead is None and self._reading is None:
-            self._reading = asyncio.ensure_future(self._call.read())
-            self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
+    async def restored(self) -> bool:
+        """Whether the engine's next word is that it begins with the payload; `messages` will tell it again."""
         async for message in self.messages():
-            if message.WhichOneof("message") == "taken":
-                return int(message.taken.chunks)
             self._ahead = message
-            return None
-        return None
+            return message.restore.source == pb.Restore.SENT
+        return False
 
     async def say_unavailable(self) -> None:
         """The payload the engine asked for cannot be had."""

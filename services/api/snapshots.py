@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from prometheus_client import Counter
 
 from services.api.client import Generation
-from services.api.exchange import WINDOW, Exchange
+from services.api.exchange import Exchange
 from services.api.keys import boundary_keys, space_of
 from services.api.metrics import Metrics
 from services.api.model_folder import ModelFolder
@@ -163,8 +163,7 @@ class Snapshots:
             await generation.say_unavailable()
             return False
         began = time.perf_counter()
-        sent = await self._transfer(self._store, offer.record, restore.need, generation, plan.lends)
-        if sent == offer.head.chunks + len(restore.need):
+        if await self._transfer(self._store, offer.record, restore.need, generation, plan.lends):
             self._metrics.send_s.observe(time.perf_counter() - began)
             return True
         await generation.say_unavailable()
@@ -174,22 +173,20 @@ class Snapshots:
 
     async def _transfer(
         self, store: Store, record: Record, need: Sequence[int], generation: Generation, lends: bool
-    ) -> int:
-        """How many chunks the engine got."""
+    ) -> bool:
+        """Whether the engine got all of it."""
         counter = self._metrics.snapshot_bytes["sent",]
-        bulk = store.bulk_reader(record, need, WINDOW) if lends else None
-        if bulk is None:
-            return await generation.send_payload(_counted(store.read(record, need), counter))
-        reader, sizes = bulk
+        payload = store.bulk(record, need) if lends else None
+        if payload is None:
+            chunks = await generation.send_payload(_counted(store.read(record, need), counter))
+            return chunks == record.head.chunks + len(need)
         try:
-            sent = await self._exchange.lend(generation, reader, sizes)
+            taken = await self._exchange.lend(generation, payload)
         except OSError as error:
-            log.warning("a snapshot could not be read: %s", error)
-            return 0
-        finally:
-            reader.close()
-        counter.inc(sum(sizes[:sent]))
-        return sent
+            log.warning("a snapshot could not be lent: %s", error)
+            return False
+        counter.inc(sum(payload.sizes) * taken)
+        return taken
 
     async def refused(self, plan: Plan, state_id: bytes) -> None:
         """The engine does not accept this payload: nobody shall be offered it again."""

@@ -21,7 +21,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, RedisError
 
-from services.api.bulk import BulkReader, can_read
+from services.api.bulk import Bulk, bulk, can_read
 from services.api.keys import USED, block_name, payload_name, record_name
 from services.api.records import Head, Record, head_from_field, record_from_fields, to_fields
 
@@ -156,8 +156,8 @@ class Store:
             if len(answers) < len(window):
                 return
 
-    def bulk_reader(self, record: Record, blocks: Sequence[int], window: int) -> tuple[BulkReader, list[int]] | None:
-        """For the same chunks, received where they are to lie, and their sizes; None if that is not possible."""
+    def bulk(self, record: Record, blocks: Sequence[int]) -> Bulk | None:
+        """The same chunks for somebody who receives them himself; None if that is not possible."""
         head = record.head
         if not (self.available and can_read(self._url)):
             return None
@@ -165,7 +165,7 @@ class Store:
         sizes += [head.size_bytes - sum(sizes), *[head.block_bytes] * len(blocks)]
         if not all(0 < size <= CHUNK_BYTES for size in sizes):
             return None
-        return BulkReader(self._url, _reading(record, blocks), sizes, window, self._read_s), sizes
+        return bulk(self._url, _reading(record, blocks), sizes, self._read_s)
 
     async def write(self, record: Record, own_part: bool, blocks: Sequence[int], chunks: AsyncIterator[bytes]) -> None:
         """Store the own part, if it is among `chunks`, and the blocks that follow it. Raises StoreRefused if the store

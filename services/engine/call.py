@@ -11,10 +11,9 @@ import grpc
 
 from services.engine.engine import Engine, Handle
 from services.engine.errors import PayloadError, StreamError
-from services.engine.exchange import LentFiles
+from services.engine.exchange import Lent, borrow
 from services.engine.messages import EVERYTHING, NOTHING, Want, message_of, request_of, snapshot_chunks, snapshot_head
-from services.engine.request import Event, Failed, Finish, Request, Restore, Snapshot, Source, StateRef, Taken
-from services.engine.snapshots.payload import CHUNK_BYTES
+from services.engine.request import Event, Failed, Finish, Request, Restore, Snapshot, Source, StateRef
 from services.engine.upload import Upload
 
 START_TIMEOUT_S = 30.0
@@ -34,7 +33,11 @@ class Call:
         self._upload: Upload | None = None
         self._deadline: asyncio.TimerHandle | None = None  # of the upload
         self._half_closed = False
-        self._lent = LentFiles(engine.exchange_dir, CHUNK_BYTES)
+        self._borrowing: asyncio.Task[None] | None = None
+        self._lent: Lent | None = None
+        self._watching = False  # whether more comes on it
+        self._silence: asyncio.TimerHandle | None = None
+        self._over = False
         self._wants: asyncio.Queue[Want] = asyncio.Queue()
 
     async def run(self) -> None:
@@ -55,9 +58,15 @@ class Call:
                 reader.cancel()
                 await asyncio.gather(reader, return_exceptions=True)
         finally:
+            self._over = True
             handle.cancel()
             if self._deadline is not None:
                 self._deadline.cancel()  # it would keep what was received until it is due
+            if self._borrowing is not None:
+                await asyncio.gather(self._borrowing, return_exceptions=True)  # it is short, and may bring a connection
+            if self._lent is not None:
+                self._ignore(self._lent)
+                handle.then(self._lent.close)  # by the thread that may be reading
 
     async def _start(self) -> Request:
         try:
@@ -78,8 +87,8 @@ class Call:
                     handle.stop_thinking()
                 case "chunk" if self._upload is not None:
                     self._upload.add(message.chunk.index, message.chunk.data)
-                case "lent" if self._upload is not None:
-                    self._add_lent(message.lent, handle, self._upload)
+                case "lent" if self._upload is not None and self._borrowing is None:
+                    self._borrowing = asyncio.create_task(self._borrow(message.lent, handle, self._upload))
                 case "unavailable" if self._upload is not None:
                     self._upload.end_of_stream()
                 case "want":
@@ -110,19 +119,42 @@ class Call:
             except TimeoutError:
                 raise StreamError(f"the client took no snapshot within {self._snapshot_timeout_s:.0f} s") from None
 
-    def _add_lent(self, lent: Any, handle: Handle, upload: Upload) -> None:
+    async def _borrow(self, told: Any, handle: Handle, upload: Upload) -> None:
+        """Have the engine's thread read the payload on a connection of the client's, and again whenever more is there
+        than it found; `upload` only hears of what goes wrong."""
+        loop, silence_s = asyncio.get_running_loop(), told.silence_ms / 1e3
+
+        def wait() -> None:  # called by the engine's thread
+            loop.call_soon_threadsafe(watch)
+
+        def watch() -> None:
+            if not self._over:
+                loop.add_reader(lent.connection, ready)
+                self._watching = True
+                late = f"snapshot: the store was silent for {silence_s:.1f} s"
+                self._silence = loop.call_later(silence_s, upload.refuse, late)
+
+        def ready() -> None:
+            self._ignore(lent)
+            handle.restore(lent)
+
         try:
-            chunks = self._lent.chunks(lent.name, lent.offsets, lent.sizes)
+            connection = await asyncio.to_thread(borrow, self._engine.exchange_dir, told.name)
+            try:
+                lent = self._lent = Lent(connection, tuple(told.requests), tuple(told.sizes), wait)
+            except PayloadError:
+                connection.close()
+                raise
         except PayloadError as error:
             return upload.refuse(str(error))
-        for index, chunk in enumerate(chunks, lent.first):
-            upload.add(index, chunk)
-        loop, taken = asyncio.get_running_loop(), Taken(lent.first + len(chunks))
+        return handle.restore(lent)
 
-        def tell() -> None:
-            loop.call_soon_threadsafe(self._events.put_nowait, taken)
-
-        return handle.then(tell)
+    def _ignore(self, lent: Lent) -> None:
+        if self._watching:
+            asyncio.get_running_loop().remove_reader(lent.connection)
+            self._watching = False
+        if self._silence is not None:
+            self._silence.cancel()
 
     async def _send(self, snapshot: Snapshot, on_request: bool) -> None:
         """The head, and of the rest what the client wants."""

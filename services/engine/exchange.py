@@ -1,17 +1,26 @@
-"""Files in which a client on the same machine lends its payloads: read where they lie, instead of coming through gRPC.
-Owns the folder's mark, by which a client knows that it sees the same folder, and the reading of what clients name.
+"""A client on the same machine lends the engine its connection to the store: the payload is received where it belongs,
+by who needs it, and is copied nowhere on the way. Owns the folder's mark, by which a client knows that it sees the same
+folder, the taking over of connections there, and what may come on them.
 
-They are read and not mapped: a client that cuts its file short must not end the engine.
+The client says what to ask the store, a request for each chunk; the store answers each as Redis does: `$`, the size, a
+line break, the chunk, a line break.
 """
 
 import os
 import re
 import secrets
-from collections.abc import Sequence
+import select
+import socket
+import stat
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.engine.errors import PayloadError
 
+AHEAD = 2  # chunks asked for and not begun: more of them make the store take fresh memory for them, which is slow
+WAIT_MS = 1  # for more to come, while others wait
+MOST_POLLS = 64  # so often at a time: a store that sends in drops holds nobody up
+HAND_OVER_S = 5.0
 _NAME = re.compile(r"[a-z0-9-]{1,80}")
 
 
@@ -23,55 +32,96 @@ def mark(folder: Path) -> str:
     return name
 
 
-class _File:
-    """Open as long as somebody has it."""
-
-    def __init__(self, path: Path) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-
-    def __del__(self) -> None:
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
+def borrow(folder: Path | None, name: str) -> socket.socket:
+    """The connection that a client hands over at the socket of this name. Blocks for a moment. Raises PayloadError."""
+    if folder is None or not _NAME.fullmatch(name):
+        raise PayloadError("snapshot: this engine has no exchange folder, or nothing of that name can be in it")
+    path = folder / name
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise OSError("it is no socket")
+        with socket.socket(socket.AF_UNIX) as counter:
+            counter.settimeout(HAND_OVER_S)
+            counter.connect(str(path))
+            _, descriptors, _, _ = socket.recv_fds(counter, 1, 1)
+        if not descriptors:
+            raise OSError("nothing was handed over")
+        os.set_inheritable(descriptors[0], False)
+        try:
+            return socket.socket(fileno=descriptors[0])
+        except OSError:
+            os.close(descriptors[0])
+            raise
+    except OSError as error:
+        raise PayloadError(f"snapshot: the connection that was lent cannot be taken: {error}") from error
 
 
 class Lent:
-    """One chunk. Its bytes may change once the client was told that it was taken."""
+    """A payload on its way through a connection. `wait` is called when nothing has come for a moment, or others want to
+    go on: it has to see to it that somebody reads again once there is something. Read by one thread at a time."""
 
-    def __init__(self, file: _File, offset: int, size: int) -> None:
-        self._file, self._offset, self._size = file, offset, size
+    def __init__(
+        self, connection: socket.socket, requests: Sequence[bytes], sizes: Sequence[int], wait: Callable[[], None]
+    ) -> None:
+        """Raises PayloadError if what the client said does not fit."""
+        if len(requests) != len(sizes) or not all(sizes):
+            raise PayloadError("snapshot: what was said of the lent connection does not fit")
+        connection.setblocking(False)
+        self.connection = connection
+        self.wait = wait
+        self.size_bytes = sum(sizes)
+        self._requests, self._sizes = requests, sizes
+        self._asked = self._begun = 0
+        self._head = b""  # what has to come before the next byte of the payload
+        self._left = 0  # bytes of the chunk under way
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
 
-    def __len__(self) -> int:
-        return self._size
+    def read(self, view: memoryview) -> int:
+        """Fill the memory from its beginning, at most with the rest of a chunk, as far as bytes come in time.
 
-    def read(self, view: memoryview, at: int) -> None:
-        """Fill the memory with its bytes from this one on. Raises PayloadError."""
+        Returns how many. Raises PayloadError."""
+        done = polls = 0
         try:
-            count = os.preadv(self._file.descriptor, [view], self._offset + at)
+            if not self._left and not self._head:
+                self._begin_chunk()
+            rest = view[: self._left]
+            while rest and polls < MOST_POLLS:
+                try:
+                    while self._head:
+                        self._read_head()
+                    count = self.connection.recv_into(rest)
+                except BlockingIOError:
+                    if not self._poll.poll(WAIT_MS):
+                        break
+                    polls += 1
+                    continue
+                if not count:
+                    raise PayloadError("snapshot: the store closed the connection")
+                rest = rest[count:]
+                done += count
         except OSError as error:
-            raise PayloadError(f"snapshot: the lent file cannot be read: {error}") from error
-        if count != len(view):
-            raise PayloadError(f"snapshot: the lent file ends {len(view) - count} bytes too early")
+            raise PayloadError(f"snapshot: the store cannot be read: {error}") from error
+        self._left -= done
+        return done
 
+    def close(self) -> None:
+        """By the thread that reads."""
+        self.connection.close()
 
-class LentFiles:
-    """The file of one call: only one is read. `folder` None: there is none, and every file is refused."""
+    def _read_head(self) -> None:
+        came = self.connection.recv(len(self._head))
+        if not came or not self._head.startswith(came):
+            raise PayloadError("snapshot: the store has closed, or a chunk is missing or has another size")
+        self._head = self._head[len(came) :]
 
-    def __init__(self, folder: Path | None, most_bytes: int) -> None:
-        self._folder = folder
-        self._most_bytes = most_bytes  # of a chunk
-        self._name = ""
-        self._file: _File | None = None
-
-    def chunks(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> list[Lent]:
-        """Raises PayloadError."""
-        if self._file is None:
-            if self._folder is None or not _NAME.fullmatch(name):
-                raise PayloadError("snapshot: this engine has no exchange folder, or no such file can be in it")
-            try:
-                self._file, self._name = _File(self._folder / name), name
-            except OSError as error:
-                raise PayloadError(f"snapshot: the lent file cannot be opened: {error}") from error
-        sound = name == self._name and len(offsets) == len(sizes) and all(0 < s <= self._most_bytes for s in sizes)
-        if not sound:
-            raise PayloadError("snapshot: what was said of the lent file does not fit")
-        return [Lent(self._file, at, size) for at, size in zip(offsets, sizes, strict=True)]
+    def _begin_chunk(self) -> None:
+        if self._begun == len(self._sizes):
+            raise PayloadError("snapshot: it ends too early")
+        ahead = min(self._begun + AHEAD, len(self._requests))
+        if self._asked == self._begun or ahead - self._asked >= AHEAD // 2:
+            self.connection.sendall(b"".join(self._requests[self._asked : ahead]))
+            self._asked = ahead
+        self._left = self._sizes[self._begun]
+        self._head = b"%s$%d\r\n" % (b"\r\n" if self._begun else b"", self._left)
+        self._begun += 1

@@ -16,7 +16,6 @@ from services.engine.request import (
     Restore,
     Snapshot,
     StateRef,
-    Taken,
     Thinking,
     Token,
 )
@@ -80,13 +79,11 @@ def _grammar(grammar: pb.Grammar) -> Grammar:
     return Grammar(Form(form), getattr(grammar, form))
 
 
-def message_of(event: Restore | Taken | Progress | Token | Finish) -> pb.GenerateOut:
+def message_of(event: Restore | Progress | Token | Finish) -> pb.GenerateOut:
     match event:
         case Restore(source, state, reason, need):
             ref = None if state is None else _ref(state)
             return pb.GenerateOut(restore=pb.Restore(source=source.name, state=ref, reason=reason, need=need))
-        case Taken(chunks):
-            return pb.GenerateOut(taken=pb.Taken(chunks=chunks))
         case Progress(done_tokens, total_tokens, left_ms, passing):
             ref = None if passing is None else _ref(passing)
             progress = pb.Progress(done_tokens=done_tokens, total_tokens=total_tokens, left_ms=left_ms, passing=ref)

@@ -220,13 +220,6 @@ class Restore:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """So many chunks of the payload that lie in lent memory were read: the client may use it again."""
-
-    chunks: int
-
-
-@dataclass(frozen=True)
 class Progress:
     """`left_ms`: until the prompt is read, if it goes on as it went; 0: unknown yet, or it is read. `passing`: the
     state that was taken here, if it is one of the request's `passing_at`."""
@@ -276,5 +269,5 @@ class Failed:
     error: EngineError
 
 
-Event = Restore | Taken | Progress | Token | Finish | Failed  # Finish or Failed is the last one of a request
+Event = Restore | Progress | Token | Finish | Failed  # Finish or Failed is the last one of a request
 Sink = Callable[[Event], None]  # called by the engine's thread: must return at once

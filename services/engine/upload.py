@@ -5,13 +5,12 @@ Says nothing about what the bytes mean; snapshots/payload.py does. Used by the s
 
 from collections.abc import Callable
 
-from services.engine.exchange import Lent
 from services.engine.request import StateRef
 from services.engine.snapshots.payload import CHUNK_BYTES
 
 MOST_CHUNKS = 4096  # of the own part: bounds what tiny chunks cost beside their bytes
 
-Take = Callable[[bytes | Lent, str], None]  # a chunk, or the reason why there are no more
+Take = Callable[[bytes, str], None]  # a chunk, or the reason why there are no more
 
 
 class Upload:
@@ -26,7 +25,7 @@ class Upload:
         self._count = 0
         self._received_bytes = 0
 
-    def add(self, index: int, data: bytes | Lent) -> None:
+    def add(self, index: int, data: bytes) -> None:
         if self._over:
             return
         total = self._received_bytes + len(data)

@@ -22,8 +22,8 @@ class GenerateIn(_message.Message):
     stop_thinking: StopThinking
     want: Want
     unavailable: Unavailable
-    lent: LentChunks
-    def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., chunk: _Optional[_Union[SnapshotChunk, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., stop_thinking: _Optional[_Union[StopThinking, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., unavailable: _Optional[_Union[Unavailable, _Mapping]] = ..., lent: _Optional[_Union[LentChunks, _Mapping]] = ...) -> None: ...
+    lent: Lent
+    def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., chunk: _Optional[_Union[SnapshotChunk, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., stop_thinking: _Optional[_Union[StopThinking, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., unavailable: _Optional[_Union[Unavailable, _Mapping]] = ..., lent: _Optional[_Union[Lent, _Mapping]] = ...) -> None: ...
 
 class Want(_message.Message):
     __slots__ = ("own_part", "blocks")
@@ -33,17 +33,17 @@ class Want(_message.Message):
     blocks: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, own_part: _Optional[bool] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class LentChunks(_message.Message):
-    __slots__ = ("name", "first", "offsets", "sizes")
+class Lent(_message.Message):
+    __slots__ = ("name", "requests", "sizes", "silence_ms")
     NAME_FIELD_NUMBER: _ClassVar[int]
-    FIRST_FIELD_NUMBER: _ClassVar[int]
-    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
     SIZES_FIELD_NUMBER: _ClassVar[int]
+    SILENCE_MS_FIELD_NUMBER: _ClassVar[int]
     name: str
-    first: int
-    offsets: _containers.RepeatedScalarFieldContainer[int]
+    requests: _containers.RepeatedScalarFieldContainer[bytes]
     sizes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., first: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ...) -> None: ...
+    silence_ms: int
+    def __init__(self, name: _Optional[str] = ..., requests: _Optional[_Iterable[bytes]] = ..., sizes: _Optional[_Iterable[int]] = ..., silence_ms: _Optional[int] = ...) -> None: ...
 
 class Unavailable(_message.Message):
     __slots__ = ()
@@ -179,28 +179,20 @@ class StateRef(_message.Message):
     def __init__(self, state_id: _Optional[bytes] = ..., tokens: _Optional[int] = ..., size_bytes: _Optional[int] = ..., blocks: _Optional[_Iterable[bytes]] = ..., block_bytes: _Optional[int] = ...) -> None: ...
 
 class GenerateOut(_message.Message):
-    __slots__ = ("restore", "progress", "token", "finish", "snapshot", "chunk", "taken")
+    __slots__ = ("restore", "progress", "token", "finish", "snapshot", "chunk")
     RESTORE_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
-    TAKEN_FIELD_NUMBER: _ClassVar[int]
     restore: Restore
     progress: Progress
     token: Token
     finish: Finish
     snapshot: SnapshotHead
     chunk: SnapshotChunk
-    taken: Taken
-    def __init__(self, restore: _Optional[_Union[Restore, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., token: _Optional[_Union[Token, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotHead, _Mapping]] = ..., chunk: _Optional[_Union[SnapshotChunk, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ...) -> None: ...
-
-class Taken(_message.Message):
-    __slots__ = ("chunks",)
-    CHUNKS_FIELD_NUMBER: _ClassVar[int]
-    chunks: int
-    def __init__(self, chunks: _Optional[int] = ...) -> None: ...
+    def __init__(self, restore: _Optional[_Union[Restore, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., token: _Optional[_Union[Token, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotHead, _Mapping]] = ..., chunk: _Optional[_Union[SnapshotChunk, _Mapping]] = ...) -> None: ...
 
 class Restore(_message.Message):
     __slots__ = ("source", "state", "reason", "need")

@@ -23,9 +23,10 @@ import numpy.typing as npt
 
 from services.api.client import Engine
 from services.api.embedded import EmbeddedStore
-from services.api.exchange import CHUNK_BYTES, WINDOW, Exchange
+from services.api.exchange import Exchange
 from services.api.records import Head, Record
-from services.api.store import Store
+from services.api.store import CHUNK_BYTES, Store
+from services.engine.exchange import Lent
 from services.rpc import engine_pb2 as pb
 from services.tools import figures
 
@@ -85,7 +86,7 @@ async def _measure(
     ratio = statistics.median(restored) / statistics.median(raw)
     over_copy = statistics.median(held) / statistics.median(copied)
     return [
-        ("snapshot.raw_read_s", statistics.median(raw), "s", f"{note}; same reader and windows, into one buffer"),
+        ("snapshot.raw_read_s", statistics.median(raw), "s", f"{note}; the same code, into one buffer"),
         ("snapshot.restore_redis_s", statistics.median(restored), "s", f"{note}; request to restored state"),
         ("snapshot.restore_redis_over_raw", ratio, "ratio", f"{note}; best of each {min(restored) / min(raw):.2f}"),
         ("snapshot.restore_grpc_s", statistics.median(over_grpc), "s", f"{note}; the same without an exchange folder"),
@@ -139,12 +140,11 @@ async def _restore(
     await generation.start(pb.Start(ids=[*ids, 1], max_tokens=1, offers=[offer]))
     async for message in generation.messages():
         if message.restore.source == pb.Restore.SEND and store is not None:
-            bulk = store.bulk_reader(record, message.restore.need, WINDOW)
-            if exchange is None or bulk is None:
+            payload = store.bulk(record, message.restore.need)
+            if exchange is None or payload is None:
                 await generation.send_payload(store.read(record, message.restore.need))
             else:
-                await exchange.lend(generation, *bulk)
-                bulk[0].close()
+                await exchange.lend(generation, payload)
         elif message.WhichOneof("message") == "restore":
             break
     seconds = time.perf_counter() - began
@@ -156,17 +156,16 @@ async def _restore(
 
 
 def _raw_read(store: Store, record: Record) -> float:
-    """The same bytes with the same reader in the same windows, received into one buffer and thrown away."""
-    bulk = store.bulk_reader(record, range(len(record.blocks)), WINDOW)
-    assert bulk is not None
-    reader, sizes = bulk
-    buffer = memoryview(bytearray(WINDOW * CHUNK_BYTES))
+    """The same bytes by the same code, received into one buffer and thrown away."""
+    payload = store.bulk(record, range(len(record.blocks)))
+    assert payload is not None
+    buffer, left = memoryview(bytearray(CHUNK_BYTES)), sum(payload.sizes)
     began = time.perf_counter()
-    for first in range(0, len(sizes), WINDOW):
-        window = sizes[first : first + WINDOW]
-        reader.fill([buffer[n * CHUNK_BYTES :][:size] for n, size in enumerate(window)])
+    lent = Lent(payload.connect(), payload.requests, payload.sizes, lambda: None)
+    while left:
+        left -= lent.read(buffer)
     seconds = time.perf_counter() - began
-    reader.close()
+    lent.close()
     return seconds
 
 

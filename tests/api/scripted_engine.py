@@ -3,6 +3,7 @@ are the ids they have read; every offer and payload is checked against them. It 
 
 import hashlib
 import queue
+import socket
 import threading
 import time
 from array import array
@@ -42,7 +43,6 @@ class Call:
     source: str = ""
     received_bytes: int = 0
     lent_chunks: int = 0
-    largest_file_bytes: int = 0
     sent_blocks: list[int] = field(default_factory=list)  # how many, of each snapshot
     sent_tokens: int = 0
     stopped: bool = False
@@ -242,9 +242,8 @@ class ScriptedEngine(rpc.EngineServicer):
                         break
                     if message.WhichOneof("message") == "lent":
                         data += self._lent(call, message.lent)
-                        yield pb.GenerateOut(taken=pb.Taken(chunks=call.lent_chunks))
-                    else:
-                        data += message.chunk.data
+                        break
+                    data += message.chunk.data
                 call.received_bytes = len(data)
                 good = data == expected and not self.refuses_payloads
                 call.source = "SENT" if good else "REFUSED"
@@ -257,13 +256,24 @@ class ScriptedEngine(rpc.EngineServicer):
         call.source = "NONE"
         yield pb.GenerateOut(restore=pb.Restore(source=pb.Restore.NONE))
 
-    def _lent(self, call: Call, lent: pb.LentChunks) -> bytes:
+    def _lent(self, call: Call, lent: pb.Lent) -> bytes:
+        """What comes on the connection, as far as it has the sizes that were announced."""
         assert self.exchange_dir is not None
-        file = (self.exchange_dir / lent.name).read_bytes()
-        assert lent.first == call.lent_chunks
-        call.lent_chunks += len(lent.sizes)
-        call.largest_file_bytes = max(call.largest_file_bytes, len(file))
-        return b"".join(file[at : at + size] for at, size in zip(lent.offsets, lent.sizes, strict=True))
+        with socket.socket(socket.AF_UNIX) as counter:
+            counter.connect(str(self.exchange_dir / lent.name))
+            _, descriptors, _, _ = socket.recv_fds(counter, 1, 1)
+        data = bytearray()
+        with socket.socket(fileno=descriptors[0]) as connection:
+            connection.settimeout(lent.silence_ms / 1e3)
+            answers = connection.makefile("rb")
+            for request, size in zip(lent.requests, lent.sizes, strict=True):
+                connection.sendall(request)
+                if answers.readline() != b"$%d\r\n" % size:
+                    break
+                data += answers.read(size)
+                assert answers.read(2) == b"\r\n"
+                call.lent_chunks += 1
+        return bytes(data)
 
     def _take(self, ids: tuple[int, ...]) -> pb.StateRef:
         blocks = self.blocks(ids)

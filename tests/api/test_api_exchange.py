@@ -1,4 +1,4 @@
-"""Payloads lent to an engine on the same machine: as they would come over gRPC, and bounded; else they go over gRPC."""
+"""Payloads lent to an engine on the same machine: on a connection of ours; else they go over gRPC."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +9,10 @@ import redis
 from running_api import RunningApi
 from scripted_engine import ScriptedEngine
 
-from services.api.bulk import BulkError, BulkReader, can_read
+from services.api.bulk import BulkError, bulk, can_read
 from services.api.embedded import EmbeddedStore
+from services.api.exchange import Exchange
+from services.rpc import engine_pb2 as pb
 
 SYSTEM = {"role": "system", "content": "You are a very patient assistant who explains things slowly, in many words."}
 
@@ -47,7 +49,6 @@ def test_payloads_of_any_size_are_lent(
     assert two_turns(api) > 40
     assert cold.calls[-1].source == "SENT"
     assert cold.calls[-1].lent_chunks > 0
-    assert cold.calls[-1].largest_file_bytes <= 16 << 20
     assert [path.name for path in tmp_path.iterdir()] == [cold.mark], "nothing of it stays"
     assert api.metric("snapshot_bytes_total", dir="sent") == cold.calls[-1].received_bytes
 
@@ -84,23 +85,28 @@ def test_what_is_spoilt_in_the_store_is_not_sent(
     assert cold.calls[-1].source == "REFUSED"
 
 
-def test_a_bulk_reader_takes_what_has_its_size_and_nothing_else(store: EmbeddedStore) -> None:
-    with redis.Redis.from_url(store.url) as client:
-        client.set("a", b"x" * 1000)
-        client.hset("b", "0", b"y" * 10)
-    commands, sizes = [("GET", "a"), ("HGET", "b", "0")] * 5, [1000, 10] * 5
-    views = [memoryview(bytearray(size)) for size in sizes]
-    reader = BulkReader(store.url, commands, sizes, 3, 5.0)
-    for first in range(0, 10, 3):
-        reader.fill(views[first : first + 3])
-    reader.close()
-    assert [bytes(view) for view in views] == [b"x" * 1000, b"y" * 10] * 5
-    wrong = BulkReader(store.url, [("GET", "a")], [1001], 3, 0.5)
-    with pytest.raises(BulkError):
-        wrong.fill([memoryview(bytearray(1001))])
-    wrong.close()
-    with pytest.raises(ConnectionRefusedError):
-        BulkReader("redis://127.0.0.1:1", commands, sizes, 3, 0.5).fill(views[:1])
+def test_without_a_connection_the_prompt_is_read(
+    start_api: Callable[..., RunningApi], store: EmbeddedStore, cold: ScriptedEngine, tmp_path: Path
+) -> None:
+    """The ordinary client still has one when the store takes no new ones."""
+    api = start_api(redis_url=store.url, exchange_dir=str(tmp_path), read_ahead=False)
+    real = api.app.state.chats.snapshots.send
+
+    async def alone(*args: Any) -> Any:
+        with redis.Redis.from_url(store.url) as client:
+            client.config_set("requirepass", "secret")
+        return await real(*args)
+
+    api.app.state.chats.snapshots.send = alone
+    assert two_turns(api) == 0
+    assert cold.calls[-1].source == "REFUSED"
+
+
+def test_a_folder_whose_name_is_too_long_for_a_socket_is_not_shared(tmp_path: Path) -> None:
+    for name, shared in (("short", True), ("long" * 30, False)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "engine-1").touch()
+        assert Exchange(str(tmp_path / name)).shared_with(pb.InfoResponse(exchange="engine-1")) is shared
 
 
 def test_a_password_and_a_database_are_used(store: EmbeddedStore) -> None:
@@ -110,12 +116,13 @@ def test_a_password_and_a_database_are_used(store: EmbeddedStore) -> None:
         client.set("a", b"x" * 10)
     path = store.url.removeprefix("unix://")
     for url in (f"unix://:s%2Fcret@{path}?db=3", f"unix://{path}?db=3&password=s/cret"):
-        view = memoryview(bytearray(10))
-        reader = BulkReader(url, [("GET", "a")], [10], 1, 5.0)
-        reader.fill([view])
-        reader.close()
-        assert bytes(view) == b"x" * 10
+        payload = bulk(url, [("GET", "a")], [10], 5.0)
+        with payload.connect() as connection:
+            connection.sendall(payload.requests[0])
+            assert connection.recv(100) == b"$10\r\n" + b"x" * 10 + b"\r\n"
     with pytest.raises(BulkError, match="refuses AUTH"):
-        BulkReader(f"unix://:wrong@{path}", [("GET", "a")], [10], 1, 5.0).fill([view])
+        bulk(f"unix://:wrong@{path}", [], [], 5.0).connect()
+    with pytest.raises(ConnectionRefusedError):
+        bulk("redis://127.0.0.1:1", [], [], 0.5).connect()
     assert can_read("redis://h")
     assert not can_read("rediss://h")

@@ -1,14 +1,20 @@
-"""Payloads that a client lends in a file: read where they lie, refused if anything is wrong, and never a danger."""
+"""Payloads on a connection that a client lends: received where they belong, refused if anything is wrong, and never in
+others' way."""
 
-import os
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from toy_engine import Toy, answer, toy
+from toy_engine import Gate, Toy, answer, soon, toy
 from toy_server import Stream, channel_to, serving, start
 
 from services.engine.errors import PayloadError
-from services.engine.exchange import LentFiles, mark
+from services.engine.exchange import Lent, borrow, mark
 from services.engine.request import Request, Snapshot
 from services.rpc import engine_pb2 as pb
 
@@ -28,88 +34,221 @@ def snapshot() -> Snapshot:
         return taken(one)
 
 
-def lend(folder: Path, snapshot: Snapshot, lent: list[pb.LentChunks]) -> tuple[list[pb.GenerateOut], list[int]]:
-    """A request that offers the state, and what comes of it."""
+def framed(data: bytes) -> bytes:
+    return b"$%d\r\n%s\r\n" % (len(data), data)
+
+
+class FakeStore:
+    """Answers request n with answer n, as it was told, `piece` bytes at a time; and a socket where its connection is
+    handed over, by this name in this folder."""
+
+    def __init__(self, folder: Path, answers: list[bytes], piece: int = 1 << 20, pause_s: float = 0.0) -> None:
+        self.mine, self.lent = socket.socketpair()
+        self.counter = socket.socket(socket.AF_UNIX)
+        self.counter.bind(str(folder / "api-1"))
+        self.counter.listen(1)
+        self.answers, self.piece, self.pause_s = answers, piece, pause_s
+        self.asked: list[int] = []
+        self.closed = threading.Event()
+        threading.Thread(target=self._hand_over, daemon=True).start()
+        threading.Thread(target=self._answer, daemon=True).start()
+
+    def _hand_over(self) -> None:
+        with contextlib.suppress(OSError):
+            taker, _ = self.counter.accept()
+            socket.send_fds(taker, [b"\0"], [self.lent.fileno()])
+            taker.close()
+            self.lent.close()
+
+    def _answer(self) -> None:
+        with contextlib.suppress(OSError):
+            for line in self.mine.makefile("rb"):
+                number = int(line)
+                self.asked.append(number)
+                data = self.answers[number]
+                for at in range(0, len(data), self.piece):
+                    self.mine.sendall(data[at : at + self.piece])
+                    time.sleep(self.pause_s)
+        self.closed.set()
+
+    def close(self) -> None:
+        for each in (self.mine, self.lent, self.counter):
+            each.close()
+
+
+@contextlib.contextmanager
+def storing(folder: Path, answers: list[bytes], **more: Any) -> Iterator[FakeStore]:
+    store = FakeStore(folder, answers, **more)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def pieces(snapshot: Snapshot) -> list[bytes]:
+    return [*snapshot.chunks, *snapshot.blocks]
+
+
+def told(snapshot: Snapshot, **changes: Any) -> pb.Lent:
+    sizes = [len(piece) for piece in pieces(snapshot)]
+    fields = {"name": "api-1", "requests": [b"%d\n" % n for n in range(len(sizes))], "sizes": sizes, "silence_ms": 5000}
+    return pb.Lent(**(fields | changes))
+
+
+def offering(t: Toy, channel: Any, snapshot: Snapshot) -> Stream:
+    """A request that offers the state, and is asked for it."""
     ref = snapshot.state
     offer = pb.StateRef(state_id=ref.state_id, tokens=ref.tokens, size_bytes=ref.size_bytes, blocks=ref.blocks)
+    stream = Stream(channel)
+    stream.send(start=start(*PROMPT, offers=[offer]))
+    assert stream.next("restore").source == pb.Restore.SEND
+    return stream
+
+
+def lend(folder: Path, snapshot: Snapshot, lent: pb.Lent) -> tuple[list[int], str, int]:
+    """Sources and reason of the engine's restores, and the tokens that were restored; the answer must be right."""
     with toy(exchange_dir=folder) as t, serving(t.engine) as running, channel_to(running) as channel:
-        stream = Stream(channel)
-        stream.send(start=start(*PROMPT, offers=[offer]))
-        assert stream.next("restore").source == pb.Restore.SEND
-        for chunks in lent:
-            stream.send(lent=chunks)
-        stream.half_close()
+        stream = offering(t, channel, snapshot)
+        stream.send(lent=lent)
         messages = stream.rest()
         t.hot.check()
+        assert t.pool.free == t.pool.total
     tokens = [message.token.id for message in messages if message.WhichOneof("message") == "token"]
     assert tokens == answer(list(PROMPT), 6)
-    return messages, [message.restore.source for message in messages if message.WhichOneof("message") == "restore"]
+    restores = [message.restore for message in messages if message.WhichOneof("message") == "restore"]
+    return [r.source for r in restores], restores[0].reason, messages[-1].finish.cached_tokens
 
 
-def file_of(folder: Path, snapshot: Snapshot) -> pb.LentChunks:
-    pieces = [*snapshot.chunks, *snapshot.blocks]
-    (folder / "api-1").write_bytes(b"".join(pieces))
-    offsets = [sum(map(len, pieces[:n])) for n in range(len(pieces))]
-    return pb.LentChunks(name="api-1", first=0, offsets=offsets, sizes=list(map(len, pieces)))
+@pytest.mark.parametrize(("piece", "pause_s"), [(1 << 20, 0.0), (1, 0.0), (300, 0.004)], ids=["whole", "bytes", "slow"])
+def test_a_payload_is_read_from_the_connection(tmp_path: Path, snapshot: Snapshot, piece: int, pause_s: float) -> None:
+    answers = [framed(data) for data in pieces(snapshot)]
+    assert len(answers) == 2, "own part and a block"
+    with storing(tmp_path, answers, piece=piece, pause_s=pause_s) as store:
+        assert lend(tmp_path, snapshot, told(snapshot)) == ([pb.Restore.SENT], "", 80)
+        assert store.asked == [0, 1]
+        assert store.closed.wait(5)
 
 
-def test_a_payload_is_read_from_the_file(tmp_path: Path, snapshot: Snapshot) -> None:
-    whole = file_of(tmp_path, snapshot)
-    count = len(whole.sizes)
-    assert count == 2, "own part and a block"
-    parts = [
-        pb.LentChunks(name="api-1", first=n, offsets=[whole.offsets[n]], sizes=[whole.sizes[n]]) for n in range(count)
-    ]
-    for lent in ([whole], parts):
-        messages, sources = lend(tmp_path, snapshot, lent)
-        assert sources == [pb.Restore.SENT]
-        reports = [message.taken.chunks for message in messages if message.WhichOneof("message") == "taken"]
-        assert reports == ([2] if lent == [whole] else [1, 2])
-        assert messages[-1].finish.cached_tokens == 80
+@pytest.mark.parametrize("sound", [True, False])
+def test_the_connection_is_closed_before_the_answer(tmp_path: Path, snapshot: Snapshot, sound: bool) -> None:
+    own, block = pieces(snapshot)
+    gate = Gate()
+    with (
+        toy(exchange_dir=tmp_path) as t,
+        serving(t.engine) as running,
+        channel_to(running) as channel,
+        storing(tmp_path, [framed(own), framed(block if sound else bytes(len(block)))]) as store,
+    ):
+        t.model.before = gate
+        stream = offering(t, channel, snapshot)
+        stream.send(lent=told(snapshot))
+        assert stream.next("restore").source == (pb.Restore.SENT if sound else pb.Restore.REFUSED)
+        assert store.closed.wait(5)
+        gate.open()
+        assert stream.rest()
 
 
-@pytest.mark.parametrize("wrong", ["name", "path", "missing", "short", "bytes", "sizes", "link", "folder"])
-def test_what_is_wrong_is_refused(tmp_path: Path, snapshot: Snapshot, wrong: str) -> None:
-    lent = file_of(tmp_path, snapshot)
-    file = tmp_path / "api-1"
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ("bytes", "checksum does not match"),
+        ("block", "not what its name says"),
+        ("size", "has another size"),
+        ("nothing", "a chunk is missing"),
+        ("error", "a chunk is missing"),
+        ("closed", "closed"),
+        ("silent", "silent for 0.2 s"),
+        ("name", "no exchange folder, or nothing"),
+        ("path", "no exchange folder, or nothing"),
+        ("file", "no socket"),
+        ("none", "cannot be taken"),
+        ("sizes", "another number of bytes"),
+        ("requests", "does not fit"),
+    ],
+)
+def test_what_is_wrong_is_refused(tmp_path: Path, snapshot: Snapshot, wrong: str, reason: str) -> None:
+    own, block = pieces(snapshot)
+    lent = told(snapshot)
+    answers = [framed(own), framed(block)]
     match wrong:
+        case "bytes":
+            answers[0] = framed(own[:-9] + bytes([own[-9] ^ 1]) + own[-8:])
+        case "block":
+            answers[1] = framed(bytes([block[0] ^ 1]) + block[1:])
+        case "size":
+            answers[0] = framed(own + b"x")
+        case "nothing":
+            answers[1] = b"$-1\r\n"
+        case "error":
+            answers[0] = b"-ERR no\r\n"
+        case "silent":
+            answers[1], lent.silence_ms = framed(block)[:50], 200
         case "name":
             lent.name = "API 1"
         case "path":
             lent.name = "../api-1"
-        case "missing":
-            file.unlink()
-        case "short":
-            os.truncate(file, file.stat().st_size - 1)
-        case "bytes":
-            file.write_bytes(bytes([1]) + file.read_bytes()[1:])
+        case "file":
+            (tmp_path / "file").touch()
+            lent.name = "file"
+        case "none":
+            lent.name = "api-2"
         case "sizes":
-            lent.sizes[0] = 2 << 20
-        case "link":
-            file.rename(tmp_path / "elsewhere")
-            file.symlink_to(tmp_path / "elsewhere")
-        case "folder":
-            file.unlink()
-            file.mkdir()
-    _, sources = lend(tmp_path, snapshot, [lent])
-    assert sources == [pb.Restore.REFUSED]
+            lent.sizes[1] += 1
+        case "requests":
+            lent.requests.pop()
+    with storing(tmp_path, answers) as store:
+        if wrong == "closed":
+            store.answers = [framed(own)[:100], b""]
+            threading.Timer(0.3, store.mine.shutdown, [socket.SHUT_RDWR]).start()
+        sources, why, restored = lend(tmp_path, snapshot, lent)
+    assert (sources, restored) == ([pb.Restore.REFUSED], 0)
+    assert reason in why
 
 
-def test_without_a_folder_every_file_is_refused() -> None:
+def test_others_go_on_while_the_store_is_slow(tmp_path: Path, snapshot: Snapshot) -> None:
+    """And a client that goes away meanwhile leaves nothing behind."""
+    answers = [framed(data) for data in pieces(snapshot)]
+    answers[0] = answers[0][:200]
+    with (
+        toy(exchange_dir=tmp_path) as t,
+        serving(t.engine) as running,
+        channel_to(running) as channel,
+        storing(tmp_path, answers) as store,
+    ):
+        stream = offering(t, channel, snapshot)
+        stream.send(lent=told(snapshot, silence_ms=60_000))
+        assert soon(lambda: store.asked == [0, 1])
+        began = time.perf_counter()
+        for _ in range(3):
+            assert t.ask(Request("other", PROMPT, 6)).finish()
+        assert time.perf_counter() - began < 5
+        stream.call.cancel()
+        assert store.closed.wait(5)
+        assert soon(lambda: t.pool.free == t.pool.total)
+        t.hot.check()
+
+
+def test_without_a_folder_nothing_is_borrowed() -> None:
     with pytest.raises(PayloadError, match="no exchange folder"):
-        LentFiles(None, 100).chunks("api-1", [0], [10])
+        borrow(None, "api-1")
 
 
-def test_one_call_has_one_file(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).write_bytes(b"0123456789")
-    files = LentFiles(tmp_path, 100)
-    (first,) = files.chunks("a", [2], [3])
-    view = memoryview(bytearray(2))
-    first.read(view, 1)
-    assert bytes(view) == b"34"
-    with pytest.raises(PayloadError):
-        files.chunks("b", [0], [1])
+def test_what_a_store_keeps_ready_is_bounded() -> None:
+    """Requests go out two at a time, however many there are."""
+    mine, lent_socket = socket.socketpair()
+    with mine, lent_socket:
+        lent = Lent(lent_socket, [b"%d\n" % n for n in range(50)], [10] * 50, lambda: None)
+        view, asked = memoryview(bytearray(100)), b""
+        for number in range(50):
+            assert lent.read(view) == 0, "nothing has come"
+            mine.setblocking(False)
+            asked += mine.recv(1000) if number < 49 else b""
+            assert asked.count(b"\n") <= number + 2
+            mine.sendall(framed(b"%010d" % number))
+            assert lent.read(view) == 10
+            assert bytes(view[:10]) == b"%010d" % number
+        with pytest.raises(PayloadError, match="ends too early"):
+            lent.read(view)
 
 
 def test_the_mark_tells_that_the_folder_is_the_same(tmp_path: Path) -> None:

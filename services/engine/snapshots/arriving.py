@@ -2,12 +2,16 @@
 arrived until it is whole; says what is wrong with it, and leaves the consequences to the scheduler.
 """
 
-from services.engine.errors import PayloadError
+import time
+
+from services.engine.errors import EngineError, PayloadError
 from services.engine.exchange import Lent
 from services.engine.request import StateRef
 from services.engine.snapshots.hot import HotStates
 from services.engine.snapshots.payload import Loader
 from services.engine.state import State
+
+SLICE_S = 0.02  # that others wait while a lent connection is read
 
 
 class Arriving:
@@ -17,7 +21,7 @@ class Arriving:
     def __init__(self, ref: StateRef, state: State, hot: HotStates) -> None:
         self.ref = ref
         self.chunks: list[bytes] = []
-        self.lent = False  # whether any of it lay in the client's memory: then chunks and blocks are not complete
+        self.lent = False  # whether it came on a lent connection: then chunks and blocks are not there to be kept
         self.blocks = hot.held_blocks(ref.blocks)
         self.need = tuple(number for number, name in enumerate(ref.blocks) if name not in self.blocks)
         self._hot = hot
@@ -27,31 +31,63 @@ class Arriving:
         self.received_bytes = 0
 
     def add(self, data: bytes | Lent) -> bool:
-        """One more chunk; True when all has arrived and the state is the one that was offered. Raises EngineError."""
-        loader, names = self._loader, self.ref.blocks
-        self.received_bytes += len(data)
-        self.lent |= not isinstance(data, bytes)
-        if not loader.own_part_done:
-            if isinstance(data, bytes):
-                self.chunks.append(data)
-                loader.feed(data)
-            else:
-                loader.fill(len(data), data.read)
-            if not loader.own_part_done:
+        """One more chunk, or what has come on a connection; True when all has arrived and the state is the one that was
+        offered. Raises EngineError."""
+        if isinstance(data, Lent):
+            try:
+                whole = self._read(data)
+            except EngineError:
+                data.close()
+                raise
+            if not whole:
                 return False
-            if loader.names != names or self._hot.name(self._state.ids).state_id != self.ref.state_id:
-                raise PayloadError("snapshot: it holds another state than the one that was offered")
-            for number, name in enumerate(names):
-                if name in self.blocks:
-                    loader.put_block(number, self.blocks[name])
+            data.close()
+        else:
+            self._add_chunk(data)
+            if self._due or not self._loader.own_part_done:
+                return False
+        self._loader.finish()
+        return True
+
+    def _add_chunk(self, data: bytes) -> None:
+        loader = self._loader
+        self.received_bytes += len(data)
+        if not loader.own_part_done:
+            self.chunks.append(data)
+            loader.feed(data)
+            if loader.own_part_done:
+                self._own_part_came()
         elif self._due:
             number = self._due.pop()
-            if isinstance(data, bytes):
-                self.blocks[names[number]] = data
-                loader.put_block(number, data)
-            else:
-                loader.fill_block(number, len(data), data.read)
-        if self._due:
-            return False
-        loader.finish()
+            self.blocks[self.ref.blocks[number]] = data
+            loader.put_block(number, data)
+
+    def _read(self, lent: Lent) -> bool:
+        """Whether all has come. If not, the connection is waited for."""
+        self.lent = True
+        if lent.size_bytes != self.ref.size_bytes + len(self.need) * self.ref.block_bytes:
+            raise PayloadError("snapshot: another number of bytes was announced than the state has")
+        loader, until = self._loader, time.perf_counter() + SLICE_S
+        while self._due or loader.room is not None:
+            if loader.room is None:
+                loader.begin_block(self._due.pop())
+            assert loader.room is not None
+            own_part = not loader.own_part_done
+            count = lent.read(loader.room)
+            if count:
+                self.received_bytes += count
+                loader.advance(count)
+                if own_part and loader.own_part_done:
+                    self._own_part_came()
+            if (not count or time.perf_counter() > until) and (self._due or loader.room is not None):
+                lent.wait()
+                return False
         return True
+
+    def _own_part_came(self) -> None:
+        loader, names = self._loader, self.ref.blocks
+        if loader.names != names or self._hot.name(self._state.ids).state_id != self.ref.state_id:
+            raise PayloadError("snapshot: it holds another state than the one that was offered")
+        for number, name in enumerate(names):
+            if name in self.blocks:
+                loader.put_block(number, self.blocks[name])

@@ -20,6 +20,7 @@ import hashlib
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -167,7 +168,8 @@ class Loader:
         self._form = form
         self._state = state
         self._trusted = trusted
-        self._digest = xxhash.xxh3_64()
+        self._digest: Any = xxhash.xxh3_64()
+        self._own_part_done = False
         self._hashed = True  # whether the target under way counts for the checksum
         self._targets = self._own_part()
         self._target: memoryview | None = memoryview(b"")
@@ -177,7 +179,12 @@ class Loader:
 
     @property
     def own_part_done(self) -> bool:
-        return self._target is None
+        return self._own_part_done
+
+    @property
+    def room(self) -> memoryview | None:
+        """Where the next bytes belong, of the own part or of the block that was begun; None: it is whole."""
+        return None if self._target is None else self._target[self._filled :]
 
     @property
     def missing(self) -> list[int]:
@@ -194,37 +201,36 @@ class Loader:
             raise PayloadError(f"snapshot: a chunk of {size} bytes, expected 1 to {CHUNK_BYTES}")
         done = 0
         while done < size:
-            if self._target is None:
+            if self.room is None:
                 raise PayloadError("snapshot: bytes follow its end; it is damaged")
-            view = self._target[self._filled : self._filled + size - done]
+            view = self.room[: size - done]
             read(view, done)
-            if self._hashed and not self._trusted:
-                # What was taken over, and not what it was taken from: that may be memory of another process.
-                self._digest.update(view)
-            self._filled += len(view)
             done += len(view)
-            if self._filled == len(self._target):
-                self._next_target()
+            self.advance(len(view))
+
+    def advance(self, count: int) -> None:
+        """So many bytes are in `room` now."""
+        assert self._target is not None
+        if self._hashed and not self._trusted:
+            # What was taken over, and not what it was taken from: that may be memory of another process.
+            self._digest.update(self._target[self._filled : self._filled + count])
+        self._filled += count
+        if self._filled == len(self._target):
+            self._next_target()
+
+    def begin_block(self, index: int) -> None:
+        """What comes next is a block of the state."""
+        if index not in self._missing or self._target is not None:
+            raise PayloadError(f"snapshot: block {index} is not one that is missing")
+        self._targets = self._block(index)
+        self._next_target()
 
     def put_block(self, index: int, data: bytes | memoryview) -> None:
         """A block of the state."""
-        source = memoryview(data)
-        self.fill_block(index, len(data), lambda view, at: copy(view, source[at : at + len(view)]))
-
-    def fill_block(self, index: int, size: int, read: Read) -> None:
-        """A block of the state, which `read` puts where it belongs."""
-        if index not in self._missing:
-            raise PayloadError(f"snapshot: block {index} is not one that is missing")
-        digest = xxhash.xxh3_128()
-        done = 0
-        for piece in self._state.import_kv(*self._form.span(index)) if size == self._form.block_bytes else ():
-            read(piece, done)
-            if not self._trusted:
-                digest.update(piece)
-            done += len(piece)
-        if done != size or (not self._trusted and digest.digest() != self.names[index]):
+        self.begin_block(index)
+        if len(data) != self._form.block_bytes:
             raise PayloadError(f"snapshot: block {index} is not what its name says; it is damaged")
-        self._missing.remove(index)
+        self.feed(data)
 
     def finish(self) -> None:
         """Everything is there, and the state is what was dumped. Raises PayloadError if something is not."""
@@ -257,6 +263,14 @@ class Loader:
         self._missing = set(range(blocks))
         state.ids = checked
         state.block_names = list(self.names)
+        self._own_part_done = True
+
+    def _block(self, index: int) -> Iterator[memoryview]:
+        self._digest, self._hashed = xxhash.xxh3_128(), True
+        yield from self._state.import_kv(*self._form.span(index))
+        if not self._trusted and self._digest.digest() != self.names[index]:
+            raise PayloadError(f"snapshot: block {index} is not what its name says; it is damaged")
+        self._missing.remove(index)
 
     def _next_target(self) -> None:
         while True:
