@@ -27,15 +27,15 @@ from services.engine.experts.trace import Header, Recorder
 from services.engine.experts.warm import NAME, OFF, WarmSet
 from services.engine.fingerprint import arithmetic_fingerprint
 from services.engine.gpu.memory import DeviceState
-from services.engine.gpu.model import arithmetic_path
+from services.engine.gpu.model import DeviceModel, arithmetic_path
+from services.engine.gpu.nvml import Card, CardFigures
 from services.engine.gpu.open import AWAKE_US, Sizes, open_device, usable_device
 from services.engine.grammar import Grammars
-from services.engine.metrics import Metrics
+from services.engine.metrics import Metrics, owner
 from services.engine.model import DECODED_TOKENS, Model
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PagePool
 from services.engine.plan import GB, Machine, Plan, make_plan
-from services.engine.reading import Network
 from services.engine.request import Info
 from services.engine.scheduler import Scheduler
 from services.engine.snapshots.hot import HotStates
@@ -103,7 +103,7 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         spin_us=AWAKE_US if on_gpu else SPIN_US,
     )
     try:
-        network: Network
+        network: Model | DeviceModel
         new_state: Callable[[ModelConfig, Any], State] = State
         if plan.device is not None:
             guesses = config.prefetch != "off" and plan.slots < plan.blocks
@@ -123,7 +123,8 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         kv_number_bytes = pool.keys.element_size()
         payloads = PayloadFormat(store.config, info.model_fingerprint, info.arithmetic_fingerprint, kv_number_bytes)
         hot = HotStates(payloads, info.arithmetic_fingerprint, plan.hot_bytes, plan.transit_bytes)
-        metrics = Metrics(info, experts, registry)
+        counts = None if plan.device is None else device.model.counts
+        metrics = Metrics(info, experts, registry, network.spent, counts, _planned(plan), _card(on_gpu))
         weights = store.vision()
         sight = None
         if weights is not None:
@@ -179,6 +180,17 @@ def served_name(store: Store, chosen: str = "") -> str:
     """What was chosen, or the checkpoint's folder name made fit for an HTTP model id; random weights are named so."""
     name = chosen or re.sub(r"[^!-~]+", "-", str(store.source.get("folder", ""))).strip("-") or "model"
     return f"{SYNTHETIC}-{name}" if store.synthetic and SYNTHETIC not in name else name
+
+
+def _planned(plan: Plan) -> list[tuple[str, str, int]]:
+    """Kind of memory, owner, bytes."""
+    on_card = plan.device.ledger.lines if plan.device else ()
+    return [(kind, owner(n), size) for kind, lines in (("ram", plan.ledger), ("vram", on_card)) for n, size in lines]
+
+
+def _card(on_gpu: bool) -> Callable[[], CardFigures] | None:
+    card = Card.open(f"GPU-{torch.cuda.get_device_properties().uuid}") if on_gpu else None
+    return None if card is None else card.read
 
 
 def _warm_set(config: EngineConfig, store: Store) -> WarmSet | None:

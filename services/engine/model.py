@@ -7,6 +7,7 @@ Every layer is x = x + mixer(rms_norm(x)). A call takes any mixture of sequences
 bits do not depend on how its prompt was cut or on what else was in the call.
 """
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from services.engine.experts.streamer import Experts
 from services.engine.experts.trace import Recorder
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PagePool, pages_for
+from services.engine.spent import Spent
 from services.engine.state import State
 from services.engine.vision.ids import FIRST
 from services.engine.weights import DenseWeights
@@ -66,6 +68,7 @@ class Model:
     ) -> None:
         self.config = config
         self.trace = trace
+        self.spent = Spent()
         self.embeddings = dense.plain("embeddings.weight")
         self.norms = [dense.plain(f"layers.{layer}.norm.weight") for layer in range(len(config.layers))]
         self.mixers: list[Mamba | Attention | Moe] = []
@@ -77,7 +80,7 @@ class Model:
                 case "attention":
                     self.mixers.append(Attention(weights, config, config.attention_layers.index(layer)))
                 case "moe":
-                    self.mixers.append(Moe(weights, config, config.moe_layers.index(layer), experts, trace))
+                    self.mixers.append(Moe(weights, config, config.moe_layers.index(layer), experts, trace, self.spent))
         moe = [mixer for mixer in self.mixers if isinstance(mixer, Moe)]
         for mixer in moe:
             mixer.following = moe[mixer.index + 1 : mixer.index + 1 + LOOK_AHEAD]
@@ -136,11 +139,15 @@ class Model:
             for segment in segments:
                 spans.append((segment.state, slice(start, start + len(segment.ids))))
                 start += len(segment.ids)
+            begun = time.perf_counter()
             x = self._embedded(segments)
             for layer, (norm, mixer) in enumerate(zip(self.norms, self.mixers, strict=True)):
                 if stops:
+                    self.spent.dense_s += time.perf_counter() - begun
                     yield layer / len(self.mixers)
+                    begun = time.perf_counter()
                 x = x + mixer(rms_norm(x, norm, self.config.norm_eps), spans)
+            self.spent.dense_s += time.perf_counter() - begun
         except BaseException:
             for state in states:
                 state.spoiled = True
@@ -161,7 +168,10 @@ class Model:
 
     @torch.inference_mode()
     def _logits(self, hidden: Tensor) -> Tensor:
-        return linear(rms_norm(hidden, self.norm_f, self.config.norm_eps), self.lm_head)
+        begun = time.perf_counter()
+        logits = linear(rms_norm(hidden, self.norm_f, self.config.norm_eps), self.lm_head)
+        self.spent.dense_s += time.perf_counter() - begun
+        return logits
 
 
 def _last(hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
@@ -251,12 +261,19 @@ class Moe:
     """A latent mixture of experts beside a shared expert: the router and the shared expert read the full width."""
 
     def __init__(
-        self, weights: LayerWeights, config: ModelConfig, index: int, experts: Experts, trace: Recorder | None
+        self,
+        weights: LayerWeights,
+        config: ModelConfig,
+        index: int,
+        experts: Experts,
+        trace: Recorder | None,
+        spent: Spent,
     ) -> None:
         self.config = config
         self.index = index  # among the MoE layers
         self.experts = experts
         self.trace = trace
+        self.spent = spent
         self.following: list[Moe] = []  # the next MoE layers
         self.gate = weights.plain("gate.weight")
         self.bias = weights.plain("gate.e_score_correction_bias")
@@ -272,7 +289,13 @@ class Moe:
             self.trace.record(self.index, ids, weights, tokens)
         if self.experts.prefetching or self.trace is not None:
             self.guess(x, tokens)
-        routed = linear(self.experts.step(self.index, ids, weights, linear(x, self.fc1)), self.fc2)
+        latent = linear(x, self.fc1)
+        begun = time.perf_counter()
+        computed = self.experts.step(self.index, ids, weights, latent)
+        took_s = time.perf_counter() - begun
+        self.spent.experts_s += took_s
+        self.spent.dense_s -= took_s  # which has the whole layer
+        routed = linear(computed, self.fc2)
         alive = linear(x, self.shared_up).clamp(min=0.0)
         return routed + linear(alive * alive, self.shared_down)
 

@@ -77,6 +77,8 @@ class Scheduler:
 
     def step(self) -> None:
         """Give places, then a token for each answer, then a slice of reading."""
+        begin = time.perf_counter()
+        self.metrics.token_time.begin(bool(self.answering))
         if self.waiting:
             self._put_off_idle()
         if (idle := self._next_idle()) is not None:
@@ -90,6 +92,7 @@ class Scheduler:
                 self._place(upcoming)
         self.publish()
         if self.answering:
+            self.metrics.token_time.took("scheduling", time.perf_counter() - begin)
             with self.at_the_cost_of(*self.answering):
                 self._decode(list(self.answering))
         if self.under_way is None:
@@ -165,6 +168,7 @@ class Scheduler:
         self.metrics.kv_pages["used",].set(self.pool.total - self.pool.free)
         self.metrics.hot_states.set(len(self.hot))
         self.metrics.hot_state_bytes.set(self.hot.used_bytes)
+        self.metrics.glance()
 
     def check(self) -> None:
         """Conservation: every page and every byte is somebody's. Raises AssertionError with the numbers."""
@@ -251,9 +255,12 @@ class Scheduler:
         segments = [Segment(sequence.state, [sequence.last_id]) for sequence in batch if sequence.state is not None]
         with self.metrics.forward("decode"):
             logits = self.model.forward(segments, lambda: all(sequence.unwanted for sequence in batch))
+        begin = time.perf_counter()
         for sequence, row in zip(batch, logits, strict=True):
             with self.at_the_cost_of(sequence):
                 self._sample(sequence, row)
+        self.metrics.token_time.took("sampling", time.perf_counter() - begin)
+        self.metrics.token_time.end()
 
     def _begin_reading(self) -> None:
         """Short pieces are not read together with long ones: they are done long before."""
@@ -291,7 +298,9 @@ class Scheduler:
         elif self.under_way is not None and not reading.wanted(self.pressing()):
             self._break_off(reading)
         if answers:
-            self.metrics.prefill_stall.observe(time.perf_counter() - begin)
+            spent_s = time.perf_counter() - begin
+            self.metrics.prefill_stall.observe(spent_s)
+            self.metrics.token_time.took("reading", spent_s)
 
     def _tell(self, sequence: Sequence, event: Progress) -> None:
         with self.at_the_cost_of(sequence):

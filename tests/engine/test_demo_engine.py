@@ -12,6 +12,7 @@ from toy_engine import Call, soon
 from services.engine.errors import CancelledError, StepError
 from services.engine.experts.store import Store
 from services.engine.request import Progress, Restore, Snapshot, Source, Token
+from services.engine.spent import PARTS
 
 QUESTIONS = ("What is 20 + 22?", "Tell me a short story about a fox.", "What is the capital of France?")
 
@@ -163,3 +164,31 @@ def test_metrics_agree_with_what_was_done(demo_store: Store) -> None:
     issued = engine.value("prefetch_issued_total")
     assert engine.value("nvme_read_bytes_total", kind="prefetch") <= issued * demo_store.layout.block_bytes
     assert engine.value("expert_slots", state="used") <= 64
+
+
+def test_the_parts_of_a_tokens_time_add_up(demo_store: Store) -> None:
+    def seconds() -> dict[str, float]:
+        return {part: engine.value("token_time_seconds_total", part=part) for part in PARTS}
+
+    with demo(demo_store, expert_slots=64) as engine:
+        rests = []
+        for _ in range(8):  # other work on this machine may come between any two clocks
+            before = seconds()
+            call = engine.ask(engine.prompt(QUESTIONS[1]), max_tokens=48)
+            call.finish()
+            now = seconds()
+            rests.append((now["rest"] - before["rest"]) / (sum(now.values()) - sum(before.values())))
+            if rests[-1] <= 0.05:
+                break
+        steps = engine.value("decode_steps_total")
+        between_s = engine.value("inter_token_latency_seconds_sum")
+        computed = engine.value("experts_computed_total", device="cpu", phase="decode")
+        lookups = [engine.value("expert_lookups_total", tier=tier, phase="decode") for tier in ("ram", "nvme")]
+        used_bytes = engine.value("memory_used_bytes", kind="ram")
+        assert used_bytes > engine.value("memory_planned_bytes", kind="ram", owner="experts") > 0
+    assert min(rests) <= 0.05, (rests, now)
+    assert steps == (len(call.tokens) - 1) * len(rests) > 10
+    assert sum(now.values()) == pytest.approx(between_s, rel=0.1), "which is measured where tokens leave"
+    assert min(now[part] for part in ("dense", "experts", "disk", "sampling", "scheduling", "counting")) > 0
+    assert (now["handoff"], now["inputs"], now["reading"]) == (0, 0, 0)
+    assert computed == sum(lookups)

@@ -22,7 +22,7 @@ def t() -> Iterator[Toy]:
 
 
 def counted(t: Toy) -> dict[str, float]:
-    """Every non-zero sample but clocks and limits, as `name{labels}`."""
+    """Every non-zero sample but clocks, limits and what the process has, as `name{labels}`."""
     found = {}
     for family in t.metrics.registry.collect():
         for sample in family.samples:
@@ -56,9 +56,11 @@ def test_counts_agree_with_what_was_done(t: Toy) -> None:
     fed = sum(map(sum, t.model.calls))
     prompt_fed = 25 + 12 + 25  # the cancelled one's first chunk breaks off
     decode_fed = 5 + 3
-    assert {k: v for k, v in counted(t).items() if not k.startswith(("kv_pages{total", "expert_slots"))} == {
+    of_the_process = ("kv_pages{total", "expert_slots", "memory_used", "disk_written")
+    assert {k: v for k, v in counted(t).items() if not k.startswith(of_the_process)} == {
         "prompt_tokens_total{}": prompt_fed,
         "generation_tokens_total{}": 6 + 4 + 1,
+        "decode_steps_total{}": decode_fed,
         "prefix_cache_queries_total{}": 4 * 25,
         "prefix_cache_hits_total{}": 13,
         "request_success_total{length}": 2,
@@ -74,6 +76,8 @@ def test_counts_agree_with_what_was_done(t: Toy) -> None:
         "expert_lookups_total{nvme,prefill}": prompt_fed,
         "expert_lookups_total{ram,decode}": decode_fed,
         "expert_lookups_total{nvme,decode}": decode_fed,
+        "experts_computed_total{cpu,prefill}": 2 * prompt_fed,
+        "experts_computed_total{cpu,decode}": 2 * decode_fed,
         "nvme_read_bytes_total{demand}": 4096 * (prompt_fed + decode_fed),
         "snapshot_lookups_total{none}": 3,
         "snapshot_lookups_total{hot}": 1,

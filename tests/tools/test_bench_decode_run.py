@@ -42,7 +42,7 @@ class Rig:
         return BEST_MS if self.method == BEST else BEST_MS + 5.0
 
     def times(self) -> Times:
-        return Times(self.steps * 3, self.steps * 3 * 2, 0, 0, 0, 0, 0)
+        return Times(self.steps * 3, self.steps * 3 * 2, 0, 0, 0, 0, 0, 0)
 
     def gpu_experts(self, before: Times) -> float:
         return 2.0

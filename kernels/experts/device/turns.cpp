@@ -68,7 +68,7 @@ int Turns::serve(int turns, int64_t timeout_us) {
       adapt(host_ns);
     }
     step_.retire();
-    const Clock::time_point began = Clock::now();
+    const Clock::time_point began = seen_ = Clock::now();
     const std::string error =
         step_.run_shared(layer(), shape_.rows, shape_.top_k, memory_.ids, memory_.x, memory_.results, *this);
     if (!error.empty()) throw std::runtime_error(error);
@@ -121,6 +121,7 @@ void Turns::begin(const std::vector<Item>& items, const std::vector<int32_t>& so
   times_.gpu_experts += count;
   if (!copies) {
     for (size_t wave = 0; wave < shape_.wave_ends.size(); wave++) publish(memory_.planned + wave * CACHE_LINE / 4, turn_);
+    times_.plan_ns += ns_between(seen_, Clock::now());
     return;
   }
   // A wave is announced by the copy stream itself, after its last copy.
@@ -131,6 +132,7 @@ void Turns::begin(const std::vector<Item>& items, const std::vector<int32_t>& so
       lanes_->copy(staging_ + uint64_t(item) * uint64_t(catalog_.shape.block_bytes), items[size_t(item)].block, bytes);
     lanes_->announce(reinterpret_cast<uint64_t>(memory_.planned) + wave * CACHE_LINE, turn_);
   }
+  times_.plan_ns += ns_between(seen_, Clock::now());
 }
 
 // Of all rows the first choices first, since those are most often right.

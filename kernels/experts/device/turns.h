@@ -11,6 +11,7 @@
 // or until `retire`, for whoever knows that the graph has ended.
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
@@ -71,6 +72,7 @@ class Turns final : private Partner {
   struct Times {
     int64_t turns = 0, gpu_experts = 0, host_experts = 0;
     int64_t host_ns = 0;   // from the post to the host's results, the plan included
+    int64_t plan_ns = 0;   // of it, until the GPU is told what it computes
     int64_t idle_ns = 0;   // from those to the next post: the GPU computes what follows, or is later than we
     int64_t waited_ns = 0;  // the GPU's wait for the host's results
   };
@@ -98,6 +100,7 @@ class Turns final : private Partner {
   double share_ = 0, carry_ = 0;
   std::vector<Key> hints_;
   int taken_ = 0, left_ = 0;  // experts of the turn in hand: the GPU's and the workers'
+  std::chrono::steady_clock::time_point seen_;  // when the turn in hand was
   Times times_;
 };
 

@@ -46,12 +46,14 @@ class HandoffError(RuntimeError):
 
 @dataclass(frozen=True)
 class Times:
-    """Sums since the turns were opened. `waited_ns`: the GPU's wait for the host's results."""
+    """Sums since the turns were opened. `plan_ns`: of the host's time, until the GPU is told what it computes;
+    `waited_ns`: the GPU's wait for the host's results."""
 
     turns: int
     gpu_experts: int
     host_experts: int
     host_ns: int
+    plan_ns: int
     idle_ns: int
     waited_ns: int
     share_thousandths: int

@@ -71,13 +71,13 @@ THIMBLE_API int thimble_turns_retire(void* turns, char* message, int64_t message
 
 // The names of thimble_turns_times' values, in its order.
 THIMBLE_API const char* thimble_turns_time_names() {
-  return "turns gpu_experts host_experts host_ns idle_ns waited_ns share_thousandths";
+  return "turns gpu_experts host_experts host_ns plan_ns idle_ns waited_ns share_thousandths";
 }
 
 THIMBLE_API void thimble_turns_times(void* turns, int64_t* out) {
   const Turns& t = *static_cast<Turns*>(turns);
   const Turns::Times& times = t.times();
-  const int64_t values[] = {times.turns,   times.gpu_experts, times.host_experts,          times.host_ns,
-                            times.idle_ns, times.waited_ns,   int64_t(t.share_now() * 1000)};
+  const int64_t values[] = {times.turns,   times.gpu_experts, times.host_experts, times.host_ns,
+                            times.plan_ns, times.idle_ns,     times.waited_ns,    int64_t(t.share_now() * 1000)};
   std::memcpy(out, values, sizeof values);
 }

@@ -5,6 +5,7 @@ thread serves the host's side of every MoE layer, the graph ends. A host that wa
 the rest of the graph then changes nothing, and the token goes on, launched piece by piece, from where it stopped.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,10 +15,13 @@ from torch import Tensor
 from kernels.experts.decode_step import DOWN_SPLITS, ExpertStep
 from kernels.experts.device.turns import TIMEOUT_NS, Route, SharedSlots, Turns
 from kernels.linear.octets import to_octets
+from services.engine.gpu import counts
+from services.engine.gpu.counts import DeviceCounts
 from services.engine.gpu.ledger import MOST_ITEMS, MOST_SEQUENCES
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.token import Replay, Token
 from services.engine.gpu.weights import DeviceWeights
+from services.engine.spent import Spent
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,17 @@ class Decoder:
         self.turns.share(placement.share, initial=placement.first_share * rows)
         self.token = Token(weights, pool, step, self.turns, context_tokens, placement.whole_groups, replay)
         self.late = 0  # how often a token had to go on
+        self.spent = Spent()
+        self._tokens = self._last_waits_ns = 0
+        self._times = self.turns.times()
+        turns, inputs = self.turns, self.token.inputs
+        self._sizes = counts.Sizes(
+            block=slots.host.catalog.layout.block_bytes,
+            turn_to_gpu=turns.results.nbytes + turns.plan.nbytes,
+            turn_from_gpu=turns.ids.nbytes + turns.x.nbytes,
+            token_to_gpu=inputs.host_x.nbytes + inputs.host_numbers.nbytes,
+            token_from_gpu=self.token.host_logits.nbytes,
+        )
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def compile(self, states: Sequence[DeviceState]) -> None:
@@ -107,12 +122,22 @@ class Decoder:
         """
         assert self.graph is not None
         assert len(rows) == self.rows
+        before, begun = self.turns.times(), time.perf_counter()
         inputs = self.token.inputs
         inputs.fill([row.state for row in rows])
         for row, x in zip(rows, inputs.host_x, strict=True):
             x.copy_(to_octets(self.weights.embeddings.row(row.id) if row.embedding is None else row.embedding))
+        filled = time.perf_counter()
         self._finish(self.graph.replay)
+        self._times = self.turns.times()
+        self.spent.served(before, self._times, filled - begun, time.perf_counter() - filled)
+        self._tokens += 1
+        self._last_waits_ns += int(self.turns.waited)
         return self.token.host_logits
+
+    def counts(self) -> DeviceCounts:
+        """Of the tokens that were run; those of `compile` and `capture` take part in the hand-off's."""
+        return counts.decoded(self._times, self._tokens, self.late, self._last_waits_ns, self._sizes)
 
     def close(self) -> None:
         torch.cuda.synchronize()

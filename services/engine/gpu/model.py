@@ -22,7 +22,8 @@ import kernels.router.gpu as router
 from kernels.experts.device.turns import HandoffError, SharedSlots
 from kernels.experts.host.binding import BlockError
 from services.engine.errors import DeviceError, StepError
-from services.engine.gpu import sweep
+from services.engine.gpu import counts, sweep
+from services.engine.gpu.counts import DeviceCounts
 from services.engine.gpu.decoder import Decoder, Placement, Row
 from services.engine.gpu.expert_sweep import ExpertSweep
 from services.engine.gpu.ledger import MOST_SEQUENCES
@@ -30,6 +31,7 @@ from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.sweep import Sweep
 from services.engine.gpu.weights import DeviceWeights
 from services.engine.model import GaveWay, Segment
+from services.engine.spent import Spent
 from services.engine.vision.ids import FIRST
 
 FIRST_SWEEP_TOKENS = 9
@@ -53,6 +55,7 @@ class DeviceModel:
         """`chunk_tokens` are read at once; 0: all segments take the decode path. `told`: makes what a failed read says
         fit for clients."""
         self.pool, self.config, self.told = pool, weights.config, told
+        self.spent = Spent()
         self.decoders: list[Decoder] = []
         self.sweep: Sweep | None = None
         scratch: list[DeviceState] = []
@@ -70,6 +73,7 @@ class DeviceModel:
                     future.result()
             for decoder in self.decoders:
                 decoder.capture()
+                decoder.spent = self.spent
             self._first_sweep(scratch[0])
         except BaseException:
             self.close()
@@ -178,6 +182,11 @@ class DeviceModel:
     def late(self) -> int:
         """How often a token had to go on after the host was late."""
         return sum(decoder.late for decoder in self.decoders)
+
+    def counts(self) -> DeviceCounts:
+        """What the card did since the start."""
+        copied_bytes = self.sweep.experts.copied_bytes if self.sweep else 0
+        return sum((decoder.counts() for decoder in self.decoders), counts.swept(copied_bytes))
 
     def close(self) -> None:
         for decoder in self.decoders:
