@@ -78,3 +78,22 @@ def bfloat16(x):
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return tl.where(x == x, rounded, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return x.to(tl.bfloat16)
+
+
+@triton.jit
+def float16(x):
+    """float32 -> float16, to the nearest, ties to even; what is finite stays so, at most 65504."""
+    limited = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+    finite = tl.abs(x) < float("inf")
+    return tl.where(finite, limited, x).to(tl.float16)
+
+
+@triton.jit
+def rounded_to(x, out):
+    """float32 -> what can be stored to `out`, a pointer to float16, bfloat16 or float32."""
+    KIND: tl.constexpr = out.dtype.element_ty
+    if tl.bfloat16 == KIND:
+        x = bfloat16(x)
+    if tl.float16 == KIND:
+        x = float16(x)
+    return x

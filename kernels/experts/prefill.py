@@ -39,7 +39,7 @@ UP = Tiles(64, 128, 64)
 DOWN = Tiles(64, 64, 64)
 COMBINE_TILE = 512
 COMBINE_WARPS = 2
-FINGERPRINT = "triton-bf16 " + " ".join(
+FINGERPRINT = "triton-f16 " + " ".join(
     f"{name}{tiles.rows}x{tiles.outputs}x{tiles.step}x{tiles.warps}" for name, tiles in (("up", UP), ("down", DOWN))
 )
 
@@ -119,7 +119,8 @@ def up(
     """Queue h = relu(x_row W_up^T scale_2)^2 for the items' lookups; no other row of h is written.
 
     ring uint8 [slots, block_bytes]; items int32 [n, 5] of `Items.put`; most_rows: at least the lookups of every item;
-    x bfloat16 [T, latent]; scale_2 float32 [experts], of `up`; h bfloat16 [rows, width]. `tiles` are for measurements.
+    x float16 [T, latent]; scale_2 float32 [experts], of `up`; h float16 [rows, width], 2^-6 of what it stands for.
+    `tiles` are for measurements.
     """
     _check(ring, layout, items, x, scale_2, h)
     assert x.shape[1] == layout.latent
@@ -158,7 +159,8 @@ def down(
 ) -> None:
     """Queue y[lookup] = h_row W_down^T scale_2 for the items' lookups, from the h that `up` made of the same items.
 
-    scale_2 float32 [experts], of `down`; y bfloat16 [T * top_k, latent], of which no other row is written.
+    scale_2 float32 [experts], of `down`; y float16 [T * top_k, latent], 2^-6 of what it stands for; no other row of it
+    is written.
     """
     _check(ring, layout, items, h, scale_2, y)
     assert h.shape[1] == layout.width
@@ -185,8 +187,9 @@ def down(
 
 
 def combine(y: Tensor, weights: Tensor, out: Tensor) -> None:
-    """Queue out[t] = sum over r, in ascending order, of weights[t, r] * y[t * top_k + r]: float32, every product and
-    every sum rounded. y bfloat16 [T * top_k, latent], weights float32 [T, top_k], out bfloat16 or float32 [T, latent].
+    """Queue out[t] = 64 * sum over r, in ascending order, of weights[t, r] * y[t * top_k + r]: float32, every product
+    and every sum rounded. y float16 [T * top_k, latent], weights float32 [T, top_k], out float16, bfloat16 or float32
+    [T, latent].
     """
     tokens, top_k = weights.shape
     latent = y.shape[1]
@@ -203,7 +206,6 @@ def combine(y: Tensor, weights: Tensor, out: Tensor) -> None:
             LATENT=latent,
             TOP_K=top_k,
             TILE=COMBINE_TILE,
-            BF16=out.dtype == torch.bfloat16,
             num_warps=COMBINE_WARPS,
             enable_fp_fusion=False,  # a product and a sum that became one would round once
         )
@@ -212,13 +214,13 @@ def combine(y: Tensor, weights: Tensor, out: Tensor) -> None:
 def _check(ring: Tensor, layout: BlockLayout, items: Tensor, inputs: Tensor, scale_2: Tensor, outputs: Tensor) -> None:
     assert ring.dtype == torch.uint8
     assert ring.shape[1] == layout.block_bytes
-    assert inputs.dtype == outputs.dtype == torch.bfloat16
+    assert inputs.dtype == outputs.dtype == torch.float16
     assert scale_2.dtype == torch.float32
     assert 1 <= len(items) <= MOST_ITEMS
     assert all(tensor.is_contiguous() for tensor in (ring, items, inputs, scale_2, outputs))
 
 
 def _options(inputs: Tensor, tiles: Tiles) -> dict[str, Any]:
-    """The interpreter multiplies bfloat16 as if it were integers; the same values in float32 have the same products."""
-    operand = tl.bfloat16 if inputs.is_cuda else tl.float32
+    """The interpreter sums products of halves as halves; the same values in float32 have the same products."""
+    operand = tl.float16 if inputs.is_cuda else tl.float32
     return {"OPERAND": operand, "num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": False}

@@ -2,23 +2,26 @@
 
 Owns the grouped matrix products and the weighted sum; prefill.py launches them, prefill_reference.py is the definition.
 
-    up        rows of x gathered, h bfloat16 = relu^2 of their products with `up`
-    down      y bfloat16 [lookups, latent] = products of h with `down`, each row to the place of its lookup
+    up        rows of x gathered, h float16 = 2^-6 relu^2 of their products with `up`
+    down      y float16 [lookups, latent] = 2^-6 products of true h with `down`, each row to the place of its lookup
     combine   weighted sum of a token's results, in router-rank order
 
-A lookup is a token's choice of an expert, numbered token * top_k + rank. Weights go from E2M1 and E4M3 to bfloat16 in
-registers, which is exact; tensor cores sum in float32. Tiles and the order of the sums are the same for every number of
-rows, so that a lookup's bits depend on its row of x and its expert alone. NaN and infinity follow the rules of floating
-point and stay in their row.
+A lookup is a token's choice of an expert, numbered token * top_k + rank. Weights go from E2M1 and E4M3 to float16 in
+registers, which is exact; tensor cores sum in float32. h and y may be large, hence the 2^-6: up to 4 million fit. Tiles
+and the order of the sums are the same for every number of rows, so that a lookup's bits depend on its row of x and its
+expert alone. NaN and infinity follow the rules of floating point and stay in their row.
 """
 
 import triton
 import triton.language as tl
 
+from kernels.elementary.gpu import float16, rounded_to
+
 FIELDS = 5  # of an item: see prefill.Item
 
 _FIELDS = tl.constexpr(FIELDS)
 _UNSCALE = tl.constexpr(2.0**8)  # see _scales
+_SMALLER = tl.constexpr(2.0**6)  # h and y are stored so many times smaller than they are
 
 
 @triton.jit
@@ -45,16 +48,8 @@ def _high(packed):
 @triton.jit
 def _scales(byte):
     """Non-negative E4M3 bytes -> their value times 2^118, float32, so that a product with an E2M1 value of `_low` is
-    the weight times 2^-8: exact in bfloat16 (2 + 4 bits), and _UNSCALE away from its true size."""
+    the weight times 2^-8: exact in float16 (2 + 4 bits, 2^-18 at least), and _UNSCALE away from its true size."""
     return (byte.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 2.0**120 * 2.0**118
-
-
-@triton.jit
-def _bfloat16(value):
-    """float32 -> bfloat16, nearest, ties to even. Written out since the interpreter's own conversion cuts bits off."""
-    bits = value.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where(value == value, rounded, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -111,10 +106,10 @@ def up_kernel(
             weights = tl.interleave(_low(codes) * scales, _high(codes) * scales)
             weights = tl.reshape(weights, [NEURONS, INPUTS]).to(OPERAND)
             total = tl.dot(values.to(OPERAND), tl.trans(weights), total)
-        value = total * (tl.load(scale_2 + expert) * _UNSCALE)
+        value = total * (tl.load(scale_2 + expert) * (_UNSCALE / 8))
         squared = tl.where(value <= 0.0, 0.0, value * value)  # NaN stays NaN
         at = h + (h_row + row)[:, None] * WIDTH + neuron[None, :]
-        tl.store(at, _bfloat16(squared), mask=(row < count)[:, None] & (neuron < WIDTH)[None, :])
+        tl.store(at, float16(squared), mask=(row < count)[:, None] & (neuron < WIDTH)[None, :])
 
 
 @triton.jit(do_not_specialize_on_alignment=["items"])
@@ -168,13 +163,11 @@ def down_kernel(
             total = tl.dot(values.to(OPERAND), weights, total)
         lookup = tl.load(rows + first + held).to(tl.int64)
         value = total * (tl.load(scale_2 + expert) * _UNSCALE)
-        tl.store(
-            y + lookup[:, None] * LATENT + output, _bfloat16(value), mask=(row < count)[:, None] & (output < LATENT)
-        )
+        tl.store(y + lookup[:, None] * LATENT + output, float16(value), mask=(row < count)[:, None] & (output < LATENT))
 
 
 @triton.jit
-def combine_kernel(y, weights, out, LATENT: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr, BF16: tl.constexpr):
+def combine_kernel(y, weights, out, LATENT: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr):
     """Program: TILE outputs of a token. Unrolled, so that all reads are under way at once."""
     token = tl.program_id(1).to(tl.int64)
     output = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -184,4 +177,4 @@ def combine_kernel(y, weights, out, LATENT: tl.constexpr, TOP_K: tl.constexpr, T
         lookup = token * TOP_K + rank
         value = tl.load(y + lookup * LATENT + output, mask=inside, other=0.0).to(tl.float32)
         total = total + tl.load(weights + lookup) * value
-    tl.store(out + token * LATENT + output, _bfloat16(total) if BF16 else total, mask=inside)
+    tl.store(out + token * LATENT + output, rounded_to(total * _SMALLER, out), mask=inside)

@@ -4,9 +4,10 @@ Owns the tiles, how weights get into a product and what happens to a result befo
 weights (`Linear`) and decode's products; both read the same bytes. All activations are in plain order.
 
 A row's bits depend on the row and the weights alone: tiles, the order along K and instructions go by format, never by
-the number of rows. Products are of BF16 numbers, sums float32. Weights lose nothing: an E2M1 value has 2 significant
-bits and an E4M3 block scale 4, so their product has at most 6 of BF16's 8, far inside its exponents; E4M3 has 4. The
-tensor's scale is applied to the float32 sum. With `precise` float32 activations count with 16 bits, as the sum of two
+the number of rows. Products are of F16 or BF16 numbers, as the activations are, sums float32. Weights lose nothing: an
+E2M1 value has 2 significant bits and an E4M3 block scale 4, so their product has at most 6 of F16's 11 or BF16's 8,
+inside the exponents of both; E4M3 has 4. Only BF16 weights below 2^-14 lose, as F16, what is under 2^-25. The tensor's
+scale is applied to the float32 sum. With `precise` float32 activations count with 16 bits, as the sum of two
 BF16 numbers; so do F32 and, exactly, F16 weights.
 
 Weights are the left operand, which the tensor cores of sm_90 take from registers, where it is unpacked; activations go
@@ -22,14 +23,14 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.elementary.gpu import bfloat16
+from kernels.elementary.gpu import bfloat16, rounded_to
 from kernels.linear.gpu import Linear
 
 Tensor = torch.Tensor
 Finish = Literal["store", "relu2", "gelu", "add"]
 
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-_UNPACKED = {"NVFP4": 2.0**10}  # what unpacking leaves out of a weight, see _fp4_pair
+_UNPACKED = {torch.bfloat16: 2.0**10, torch.float16: 2.0**8}  # what unpacking NVFP4 leaves out of a weight: _fp4_pair
 _VIEWS = {"NVFP4": torch.uint8, "FP8": torch.int16, "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -53,7 +54,7 @@ def tiles(form: str, precise: bool) -> Tiles:
     return _HALVED if precise else _WHOLE.get(form, _HALVED)
 
 
-FINGERPRINT = "triton-bf16 sweep " + " ".join(
+FINGERPRINT = "triton-f16 sweep " + " ".join(
     f"{form}:{made.bn}x{made.bm}x{made.bk}" for form, made in [*_WHOLE.items(), ("halved", _HALVED)]
 )
 
@@ -64,15 +65,34 @@ def _float(bits):
 
 
 @triton.jit
-def _fp8_pair(codes):
-    """int16 with two E4M3 codes -> two bfloat16.
+def _fp8_pair(codes, KIND: tl.constexpr):
+    """int16 with two E4M3 codes -> two numbers of KIND.
 
-    A code's bits in bfloat16's places are its value times 2^-120, subnormal or not.
+    A code's bits in bfloat16's places are its value times 2^-120, in float16's times 2^-8, subnormal or not.
     """
     codes = codes.to(tl.int32)
     if _INTERPRETED:
-        low = (_float(((codes & 0x80) << 24) | ((codes & 0x7F) << 20)) * 1.329227995784916e36).to(tl.bfloat16)
-        high = (_float(((codes & 0x8000) << 16) | ((codes & 0x7F00) << 12)) * 1.329227995784916e36).to(tl.bfloat16)
+        low = (_float(((codes & 0x80) << 24) | ((codes & 0x7F) << 20)) * 1.329227995784916e36).to(KIND)
+        high = (_float(((codes & 0x8000) << 16) | ((codes & 0x7F00) << 12)) * 1.329227995784916e36).to(KIND)
+    elif tl.float16 == KIND:
+        pair = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, m, c, z;
+            mov.b32 c, 0x5C005C00;
+            mov.b32 z, 0x80008000;
+            prmt.b32 a, $1, 0, 0x1404;
+            shr.b32 m, a, 1;
+            and.b32 m, m, 0x3F803F80;
+            lop3.b32 m, a, 0x80008000, m, 0xEA;
+            fma.rn.f16x2 $0, m, c, z;
+            }""",
+            "=r,r",
+            [codes],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+        low, high = _split(pair, KIND)
     else:
         pair = tl.inline_asm_elementwise(
             """{
@@ -91,23 +111,38 @@ def _fp8_pair(codes):
             is_pure=True,
             pack=1,
         )
-        low, high = _split(pair)
+        low, high = _split(pair, KIND)
     return low, high
 
 
 @triton.jit
-def _split(pair):
-    """int32 -> the bfloat16 numbers in its halves."""
-    return pair.to(tl.int16).to(tl.bfloat16, bitcast=True), (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+def _split(pair, KIND: tl.constexpr):
+    """int32 -> the numbers of KIND in its halves."""
+    return pair.to(tl.int16).to(KIND, bitcast=True), (pair >> 16).to(tl.int16).to(KIND, bitcast=True)
 
 
 @triton.jit
-def _scale_pair(codes):
-    """E4M3 codes, of values that are not negative -> int32: the value times 2^116 as a bfloat16, twice."""
+def _scale_pair(codes, KIND: tl.constexpr):
+    """E4M3 codes, of values that are not negative -> int32: the value times 2^116 as a bfloat16, twice, or times 2^6 as
+    a float16, twice. In the interpreter the first as a float32's bits, for both."""
     if _INTERPRETED:
         value = _float((codes.to(tl.int32) & 0x7F) << 20) * 3.3230699894622897e35 * 3.3230699894622897e35
-        bits = value.to(tl.int32, bitcast=True)
-        return bits | ((bits >> 16) & 0xFFFF)
+        return value.to(tl.int32, bitcast=True)
+    if tl.float16 == KIND:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, c, z;
+            mov.b32 c, 0x74007400;
+            mov.b32 z, 0x80008000;
+            mul.lo.u32 a, $1, 0x00800080;
+            fma.rn.f16x2 $0, a, c, z;
+            }""",
+            "=r,r",
+            [codes.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
     return tl.inline_asm_elementwise(
         """{
             .reg .b32 a, c, z;
@@ -126,16 +161,35 @@ def _scale_pair(codes):
 
 
 @triton.jit
-def _fp4_pair(codes, scale):
-    """uint8 with two E2M1 codes, int32 of `_scale_pair` -> the two values times scale and 2^-10 as bfloat16.
+def _fp4_pair(codes, scale, KIND: tl.constexpr):
+    """uint8 with two E2M1 codes, int32 of `_scale_pair` -> the two values times scale and 2^-10 as bfloat16, or times
+    scale and 2^-8 as float16.
 
-    A code's bits in bfloat16's places are its value times 2^-126.
+    A code's bits in bfloat16's places are its value times 2^-126, in float16's times 2^-14.
     """
     codes = codes.to(tl.int32)
     if _INTERPRETED:
-        scale = _float(scale & -0x10000)
-        low = (_float(((codes & 8) << 28) | ((codes & 7) << 22)) * scale).to(tl.bfloat16)
-        high = (_float(((codes & 0x80) << 24) | ((codes & 0x70) << 18)) * scale).to(tl.bfloat16)
+        scale = _float(scale) * (4.0 if tl.float16 == KIND else 1.0)
+        low = (_float(((codes & 8) << 28) | ((codes & 7) << 22)) * scale).to(KIND)
+        high = (_float(((codes & 0x80) << 24) | ((codes & 0x70) << 18)) * scale).to(KIND)
+    elif tl.float16 == KIND:
+        pair = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 m, s, z;
+            mov.b32 z, 0x80008000;
+            mul.lo.u32 m, $1, 0x00200200;
+            mul.lo.u32 s, $1, 0x01001000;
+            and.b32 m, m, 0x0E000E00;
+            lop3.b32 m, s, 0x80008000, m, 0xEA;
+            fma.rn.f16x2 $0, m, $2, z;
+            }""",
+            "=r,r,r",
+            [codes, scale],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+        low, high = _split(pair, KIND)
     else:
         pair = tl.inline_asm_elementwise(
             """{
@@ -153,7 +207,7 @@ def _fp4_pair(codes, scale):
             is_pure=True,
             pack=1,
         )
-        low, high = _split(pair)
+        low, high = _split(pair, KIND)
     return low, high
 
 
@@ -175,7 +229,7 @@ def _bytes(words):
 
 @triton.jit
 def _dot(weights, x, total):
-    """total [BN, BM] + weights [BN, BK] times x [BM, BK]. The interpreter's own product takes no bfloat16."""
+    """total [BN, BM] + weights [BN, BK] times x [BM, BK]. The interpreter's own product takes no halves."""
     if _INTERPRETED:
         return tl.dot(weights.to(tl.float32), tl.trans(x.to(tl.float32)), total, input_precision="ieee")
     return tl.dot(weights, tl.trans(x), total)
@@ -209,6 +263,7 @@ def sweep_kernel(
     """One tile of out [tokens, ROWS] from x [tokens, K]; weight [ROWS, K / PACKED], scales uint8 [ROWS, K / 16]."""
     PACKED: tl.constexpr = 2 if FORMAT == "NVFP4" or FORMAT == "FP8" else 1
     WHOLE: tl.constexpr = K % BK == 0
+    KIND: tl.constexpr = tl.bfloat16 if PRECISE else x.dtype.element_ty
     WORDS: tl.constexpr = FORMAT == "NVFP4" and WHOLE and BK == 64  # a step's four scales of a row are one number
     program = tl.program_id(0)
     first = (program % tl.cdiv(tokens, BM)) * BM
@@ -233,14 +288,14 @@ def sweep_kernel(
             else:
                 block = (start // 16 + tl.arange(0, BK // 16))[None, :]
                 scale = _load(scales_rows + block, block < K // 16, WHOLE)
-            scale = tl.broadcast_to(_scale_pair(scale)[:, :, None], [BN, BK // 16, 8])
-            low, high = _fp4_pair(codes, tl.reshape(scale, [BN, BK // 2]))
+            scale = tl.broadcast_to(_scale_pair(scale, KIND)[:, :, None], [BN, BK // 16, 8])
+            low, high = _fp4_pair(codes, tl.reshape(scale, [BN, BK // 2]), KIND)
             weights = tl.reshape(tl.join(low, high), [BN, BK])
         elif FORMAT == "FP8":
-            low, high = _fp8_pair(codes)
+            low, high = _fp8_pair(codes, KIND)
             weights = tl.reshape(tl.join(low, high), [BN, BK])
         elif FORMAT == "BF16":
-            weights = codes
+            weights = codes if tl.bfloat16 == KIND else codes.to(tl.float32).to(KIND)
         else:
             weights, weights_rest = _halves(codes.to(tl.float32))
         if PRECISE:
@@ -260,7 +315,7 @@ def sweep_kernel(
     present = (token < tokens)[None, :] & (row < ROWS)[:, None]
     if FINISH == "add":
         total = tl.load(target, mask=present, other=0.0) + total
-    tl.store(target, bfloat16(total) if out.dtype.element_ty == tl.bfloat16 else total, mask=present)
+    tl.store(target, rounded_to(total, out), mask=present)
 
 
 def linear(
@@ -271,34 +326,39 @@ def linear(
     precise: bool = False,
     configuration: Tiles | None = None,
     bias: Tensor | None = None,
+    gain: float = 1.0,
 ) -> None:
-    """Queue out = finish(x @ W^T + bias) in one launch; nothing is allocated.
+    """Queue out = finish(gain * x @ W^T + bias) in one launch; nothing is allocated.
 
-    x [M, K] contiguous, bfloat16, or float32 with `precise`; any M. out [M, N] with any row stride, bfloat16 or
-    float32, for the finishes
-      store   rounded to out's type;
+    x [M, K] contiguous, float16 or bfloat16, or float32 with `precise`; any M. `gain` is a power of two that keeps
+    large results in float16's range, and is taken back where they are used. out [M, N] with any row stride, float16,
+    bfloat16 or float32, for the finishes
+      store   rounded to out's type, finite results to at most 65504 in float16;
       relu2   positive results squared, others zero;
       gelu    x Phi(x) of a result x, with the card's own error function;
       add     added to what out, float32, holds.
-    `bias` [N], contiguous, of any float type. A row that is not finite spoils no other row. `configuration` replaces the fixed one, for measurements.
+    `bias` [N], contiguous, of any float type. A row that is not finite spoils no other row. `configuration` replaces
+    the fixed one, for measurements.
     """
     tokens, columns = x.shape
-    assert x.dtype == (torch.float32 if precise else torch.bfloat16)
+    assert x.dtype == torch.float32 if precise else x.dtype in (torch.float16, torch.bfloat16)
+    assert precise or x.dtype == torch.bfloat16 or weights.format in _WHOLE
     assert x.is_contiguous()
     assert weights.columns == columns
     assert out.shape == (tokens, weights.rows)
     assert out.stride(1) == 1
-    assert out.dtype == torch.float32 or (out.dtype == torch.bfloat16 and finish != "add")
+    assert out.dtype == torch.float32 or (out.dtype in (torch.float16, torch.bfloat16) and finish != "add")
     assert max(x.numel(), weights.rows * columns) < 1 << 31
     assert bias is None or (bias.shape == (weights.rows,) and bias.is_contiguous())
     if tokens == 0:
         return
     made = configuration or tiles(weights.format, precise)
+    unpacked = _UNPACKED[torch.bfloat16 if precise else x.dtype]
     sweep_kernel[(triton.cdiv(tokens, made.bm) * triton.cdiv(weights.rows, made.bn),)](
         x,
         weights.weight.view(_VIEWS[weights.format]),
         weights.scales.view(torch.uint8),
-        weights.scale * _UNPACKED.get(weights.format, 1.0),
+        weights.scale * gain * (unpacked if weights.format == "NVFP4" else 1.0),
         bias,
         out,
         tokens,

@@ -8,17 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.elementary.gpu import bfloat16, inverse_root, silu
+from kernels.elementary.gpu import inverse_root, rounded_to, silu
 
 Tensor = torch.Tensor
 
 WARPS = 4
 FINGERPRINT = f"triton-f32 sweep norm{WARPS}"
-
-
-@triton.jit
-def _store(place, values, inside):
-    tl.store(place, bfloat16(values) if place.dtype.element_ty == tl.bfloat16 else values, mask=inside)
 
 
 @triton.jit
@@ -29,7 +24,8 @@ def sweep_rms_norm_kernel(x, weight, out, eps, K: tl.constexpr, PADDED: tl.const
     row = tl.program_id(0).to(tl.int64) * K
     values = tl.load(x + row + at, mask=inside, other=0.0)
     ratio = inverse_root(tl.sum(values * values, axis=0) * (1.0 / K), eps)
-    _store(out + row + at, values * ratio * tl.load(weight + at, mask=inside, other=0.0), inside)
+    normed = values * ratio * tl.load(weight + at, mask=inside, other=0.0)
+    tl.store(out + row + at, rounded_to(normed, out), mask=inside)
 
 
 @triton.jit
@@ -53,12 +49,13 @@ def sweep_gated_norm_kernel(
     values = tl.load(y + row * y_stride + column, mask=inside, other=0.0)
     gated = values * silu(tl.load(z + row * z_stride + column, mask=inside, other=0.0))
     ratio = inverse_root(tl.sum(gated * gated, axis=0) * (1.0 / GROUP), eps)
-    _store(out + row * N + column, gated * ratio * tl.load(weight + column, mask=inside, other=0.0), inside)
+    normed = gated * ratio * tl.load(weight + column, mask=inside, other=0.0)
+    tl.store(out + row * N + column, rounded_to(normed, out), mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """Queue out = x / rms(x) * weight. x float32 [M, K], weight float32 [K], out float32 or bfloat16 [M, K]; all
-    contiguous. K is a multiple of 8."""
+    """Queue out = x / rms(x) * weight. x float32 [M, K], weight float32 [K], out float32, float16 or bfloat16 [M, K];
+    all contiguous. K is a multiple of 8."""
     rows, columns = x.shape
     _check(x, weight, out)
     assert x.is_contiguous()
@@ -72,8 +69,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
 def gated_group_rms_norm(y: Tensor, z: Tensor, weight: Tensor, group: int, eps: float, out: Tensor) -> None:
     """Queue the norm of each `group` columns of y * silu(z), times weight.
 
-    y and z float32 [M, N] with any row strides, multiples of 4; weight float32 [N] and out float32 or bfloat16 [M, N]
-    contiguous. N is a multiple of 8 and of `group`; at most 65535 rows.
+    y and z float32 [M, N] with any row strides, multiples of 4; weight float32 [N] and out float32, float16 or bfloat16
+    [M, N] contiguous. N is a multiple of 8 and of `group`; at most 65535 rows.
     """
     rows, columns = y.shape
     _check(y, weight, out)
@@ -100,7 +97,7 @@ def gated_group_rms_norm(y: Tensor, z: Tensor, weight: Tensor, group: int, eps: 
 def _check(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """Our own bugs; rows that begin at odd places would be loaded, and hence summed, in another order."""
     assert x.dtype == weight.dtype == torch.float32
-    assert out.dtype in (torch.float32, torch.bfloat16)
+    assert out.dtype in (torch.float32, torch.float16, torch.bfloat16)
     assert x.shape == out.shape
     assert weight.shape == x.shape[1:]
     assert x.stride(1) == 1

@@ -16,18 +16,25 @@ EXPERTS = {
     "BLOCK_BYTES": LAYOUT.block_bytes,
     "LATENT": LAYOUT.latent,
     "WIDTH": LAYOUT.width,
-    "OPERAND": tl.bfloat16,
+    "OPERAND": tl.float16,
 }
 
 WEIGHTS = {"NVFP4": "*u8", "FP8": "*i16", "BF16": "*bf16", "F16": "*fp16", "F32": "*fp32"}
 
 
 def linear(
-    form: str, rows: int, columns: int, finish: str, out: str, precise: bool = False, bias: str | None = None
+    form: str,
+    rows: int,
+    columns: int,
+    finish: str,
+    out: str,
+    precise: bool = False,
+    kind: str = "*fp16",
+    bias: str | None = None,
 ) -> tuple:
     made = linear_sweep.tiles(form, precise)
     arguments = (
-        f"x:{'*fp32' if precise else '*bf16'} weight:{WEIGHTS[form]} scales:*u8 factor:fp32 out:{out} tokens:i32"
+        f"x:{'*fp32' if precise else kind} weight:{WEIGHTS[form]} scales:*u8 factor:fp32 out:{out} tokens:i32"
         + (f" bias:{bias}" if bias else "")
     )
     constants = {"K": columns, "ROWS": rows, "OUT_STRIDE": rows, "FORMAT": form, "FINISH": finish, "PRECISE": precise}
@@ -91,27 +98,26 @@ SWEEP = [
     ),
     linear("FP8", 18560, 4096, "store", "*fp32"),
     linear("FP8", 4096, 8192, "add", "*fp32"),
-    linear("NVFP4", 5376, 4096, "relu2", "*bf16"),
+    linear("NVFP4", 5376, 4096, "relu2", "*fp16"),
     linear("NVFP4", 4096, 5376, "add", "*fp32"),
-    linear("BF16", 4096, 4096, "store", "*bf16"),
-    linear("F16", 512, 4096, "store", "*fp32"),
-    linear("F32", 512, 4096, "store", "*fp32"),
+    linear("BF16", 4096, 4096, "store", "*fp16"),
+    *[linear(form, 512, 4096, "store", "*bf16", kind="*bf16") for form in WEIGHTS],
     *[linear(form, 512, 4096, "store", "*fp32", precise=True) for form in ("NVFP4", "FP8", "BF16", "F32")],
     (
         norm_sweep.sweep_rms_norm_kernel,
-        "x:*fp32 weight:*fp32 out:*bf16 eps:fp32",
+        "x:*fp32 weight:*fp32 out:*fp16 eps:fp32",
         {"K": 4096, "PADDED": 4096},
         norm_sweep.WARPS,
     ),
     (
         norm_sweep.sweep_gated_norm_kernel,
-        "y:*fp32 y_stride:i32 z:*fp32 z_stride:i32 weight:*fp32 out:*bf16 eps:fp32",
+        "y:*fp32 y_stride:i32 z:*fp32 z_stride:i32 weight:*fp32 out:*fp16 eps:fp32",
         {"N": 8192, "GROUP": 1024, "PADDED": 1024},
         norm_sweep.WARPS,
     ),
     (
         prefill_kernels.up_kernel,
-        "ring:*u8 items:*i32 starts:*i32 rows:*i32 x:*bf16 scale_2:*fp32 h:*bf16",
+        "ring:*u8 items:*i32 starts:*i32 rows:*i32 x:*fp16 scale_2:*fp32 h:*fp16",
         EXPERTS
         | {"UP_SCALES": LAYOUT.up_scales, "TOP_K": 22}
         | {"ROWS": prefill.UP.rows, "NEURONS": prefill.UP.outputs, "INPUTS": prefill.UP.step},
@@ -119,7 +125,7 @@ SWEEP = [
     ),
     (
         prefill_kernels.down_kernel,
-        "ring:*u8 items:*i32 starts:*i32 rows:*i32 h:*bf16 scale_2:*fp32 y:*bf16",
+        "ring:*u8 items:*i32 starts:*i32 rows:*i32 h:*fp16 scale_2:*fp32 y:*fp16",
         EXPERTS
         | {"DOWN_VALUES": LAYOUT.down_values, "DOWN_SCALES": LAYOUT.down_scales}
         | {"ROWS": prefill.DOWN.rows, "OUTPUTS": prefill.DOWN.outputs, "NEURONS": prefill.DOWN.step},
@@ -128,20 +134,20 @@ SWEEP = [
     *[
         (
             prefill_kernels.combine_kernel,
-            f"y:*bf16 weights:*fp32 out:{out}",
-            {"LATENT": LAYOUT.latent, "TOP_K": 22, "TILE": prefill.COMBINE_TILE, "BF16": out == "*bf16"},
+            f"y:*fp16 weights:*fp32 out:{out}",
+            {"LATENT": LAYOUT.latent, "TOP_K": 22, "TILE": prefill.COMBINE_TILE},
             prefill.COMBINE_WARPS,
         )
-        for out in ("*bf16", "*fp32")
+        for out in ("*fp16", "*fp32")
     ],
     attend(fp8=False),
     attend(fp8=True),
     store_kv(fp8=False),
     store_kv(fp8=True),
     linear("BF16", 1280, 768, "store", "*fp32"),
-    linear("BF16", 2560, 1280, "store", "*bf16", bias="*bf16"),
-    linear("BF16", 5120, 1280, "gelu", "*bf16", bias="*bf16"),
-    linear("BF16", 1280, 5120, "add", "*fp32", bias="*bf16"),
+    linear("BF16", 2560, 1280, "store", "*bf16", bias="*bf16", kind="*bf16"),
+    linear("BF16", 5120, 1280, "gelu", "*bf16", bias="*bf16", kind="*bf16"),
+    linear("BF16", 1280, 5120, "add", "*fp32", bias="*bf16", kind="*bf16"),
     vision_attend(),
     (
         vision_norm.layer_norm_kernel,

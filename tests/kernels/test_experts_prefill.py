@@ -13,7 +13,7 @@ from kernels.experts.prefill import Item, Items
 
 Tensor = torch.Tensor
 EXACT_SCALES = (0x30, 0x40)  # E4M3 1/2 to 2 by sixteenths: with small whole inputs every sum is exact in float32
-# bfloat16 keeps 8 bits of h and y, so a sum that differs in float32's last bits may round to the neighbour.
+# float16 keeps 8 bits of h and y, so a sum that differs in float32's last bits may round to the neighbour.
 BOUND = 2e-3
 LAYOUTS = [BlockLayout(96, 80), BlockLayout(64, 144), BlockLayout(32, 16)]
 SMALL = BlockLayout(96, 80)
@@ -43,11 +43,11 @@ class Layer:
         return number * (1 + self.gap) + self.gap
 
     def sweep(self, ids: Tensor, x: Tensor, groups: list[list[int]], most: int = 1 << 20) -> Tensor:
-        """y bfloat16 [T * top_k, latent] by groups of experts; of each expert at most `most` lookups in one pass."""
+        """y float16 [T * top_k, latent] by groups of experts; of each expert at most `most` lookups in one pass."""
         ring, tables = self.ring(), Items(2, DEVICE)
         order = prefill.order(here(ids), len(self.experts))
         counts = order.starts.diff().tolist()
-        self.y = torch.full((ids.numel() + 1, self.layout.latent), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+        self.y = torch.full((ids.numel() + 1, self.layout.latent), torch.nan, dtype=torch.float16, device=DEVICE)
         for group in groups:
             for first in range(0, max([1, *(counts[id] for id in group)]), most):
                 items, rows = [], 1  # a row of h before the first
@@ -55,7 +55,7 @@ class Layer:
                     items.append(Item(id, self.slot(id), rows, first, most))
                     rows += max(0, min(counts[id] - first, most))
                 largest = max(max(0, min(counts[id] - first, most)) for id in group)
-                self.h = torch.full((rows + 1, self.layout.width), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+                self.h = torch.full((rows + 1, self.layout.width), torch.nan, dtype=torch.float16, device=DEVICE)
                 table = tables.put(items)
                 prefill.up(ring, self.layout, table, largest, order, here(x), self.scales("up_scale"), self.h)
                 prefill.down(ring, self.layout, table, largest, order, self.h, self.scales("down_scale"), self.y[:-1])
@@ -65,7 +65,7 @@ class Layer:
         return self.y[:-1].cpu()
 
     def expected(self, ids: Tensor, x: Tensor) -> Tensor:
-        y = torch.empty(ids.numel(), self.layout.latent, dtype=torch.bfloat16)
+        y = torch.empty(ids.numel(), self.layout.latent, dtype=torch.float16)
         for lookup, id in enumerate(ids.flatten().tolist()):
             expert = self.experts[id].unpacked
             row = x[lookup // ids.shape[1]][None]
@@ -92,12 +92,12 @@ def random_ids(tokens: int, top_k: int, experts: int, seed: int = 0) -> Tensor:
 
 
 def random_x(tokens: int, latent: int, seed: int = 0) -> Tensor:
-    return torch.randn(tokens, latent, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return torch.randn(tokens, latent, generator=torch.Generator().manual_seed(seed)).half()
 
 
 def whole_x(tokens: int, latent: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-8, 9, (tokens, latent), generator=generator).bfloat16()
+    return torch.randint(-8, 9, (tokens, latent), generator=generator).half()
 
 
 def close(found: Tensor, expected: Tensor) -> bool:
@@ -133,7 +133,7 @@ def test_down_is_its_definition_bit_for_bit_where_sums_are_exact(layout: BlockLa
     h = whole_x(70, layout.width).abs()
     order = prefill.order(here(torch.ones(70, 1, dtype=torch.int32)), 3)
     table = Items(1, DEVICE).put([Item(1, layer.slot(1), 0)])
-    y = torch.full((70, layout.latent), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    y = torch.full((70, layout.latent), torch.nan, dtype=torch.float16, device=DEVICE)
     prefill.down(layer.ring(), layout, table, 70, order, here(h), layer.scales("down_scale"), y)
     assert torch.equal(y.cpu(), prefill_reference.down(h, layer.experts[1].unpacked))
     assert not torch.equal(y.cpu(), prefill_reference.down(h, layer.experts[0].unpacked))
@@ -178,9 +178,9 @@ def test_what_is_not_finite_stays_in_its_row(bad: float) -> None:
 
 
 @NUMPY_SAYS
-def test_an_h_beyond_bfloat16_is_not_hidden() -> None:
+def test_an_h_beyond_float16_is_not_hidden() -> None:
     layer = random_layer(SMALL, 2, (0x7E, 0x7E))
-    x = torch.full((1, SMALL.latent), 1e30).bfloat16()
+    x = torch.full((1, SMALL.latent), 1e30).half()
     x[0, ::2] = -2e30
     assert not layer.sweep(torch.ones(1, 1, dtype=torch.int32), x, [[1]]).isfinite().any()
 
@@ -188,9 +188,9 @@ def test_an_h_beyond_bfloat16_is_not_hidden() -> None:
 @pytest.mark.parametrize(("tokens", "top_k", "latent"), [(5, 3, 96), (1, 22, 600), (3, 1, 32)])
 def test_combine_adds_in_router_rank_order(tokens: int, top_k: int, latent: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
-    y = torch.randn(tokens * top_k, latent, generator=generator).bfloat16()
+    y = torch.randn(tokens * top_k, latent, generator=generator).half()
     weights = torch.rand(tokens, top_k, generator=generator)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.float16):
         out = torch.full((tokens, latent), torch.nan, dtype=dtype, device=DEVICE)
         prefill.combine(here(y), here(weights), out)
         assert torch.equal(out.cpu(), prefill_reference.combine(y, weights).to(dtype))
@@ -202,18 +202,18 @@ def test_combine_adds_in_router_rank_order(tokens: int, top_k: int, latent: int)
 
 
 def test_combine_keeps_nan_and_infinity() -> None:
-    y = torch.ones(6, 32, dtype=torch.bfloat16)
+    y = torch.ones(6, 32, dtype=torch.float16)
     y[2, 3], y[4, 5] = float("nan"), float("inf")
-    out = torch.empty(3, 32, dtype=torch.bfloat16, device=DEVICE)
+    out = torch.empty(3, 32, dtype=torch.float16, device=DEVICE)
     prefill.combine(here(y), here(torch.ones(3, 2)), out)
-    expected = prefill_reference.combine(y, torch.ones(3, 2)).bfloat16()
+    expected = prefill_reference.combine(y, torch.ones(3, 2)).half()
     assert expected.isnan().sum() == 1
     assert expected.isinf().sum() == 1
     assert torch.equal(out.cpu().nan_to_num(nan=-1), expected.nan_to_num(nan=-1))
 
 
 def test_a_whole_layer_is_near_decodes_arithmetic() -> None:
-    """Two definitions of the same layer: apart by bfloat16's roundings, no more."""
+    """Two definitions of the same layer: apart by float16's roundings, no more."""
     layer = random_layer(SMALL, 7)
     ids, x = random_ids(20, 3, 7), random_x(20, SMALL.latent)
     weights = torch.rand(20, 3, generator=torch.Generator().manual_seed(0))

@@ -41,16 +41,21 @@ def between(rows: Tensor) -> Tensor:
 
 
 def run(
-    weights: Linear, x: Tensor, configuration: Tiles | None = SMALL, finish: Finish = "store", precise: bool = False
+    weights: Linear,
+    x: Tensor,
+    configuration: Tiles | None = SMALL,
+    finish: Finish = "store",
+    precise: bool = False,
+    kind: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     out = poisoned(len(x), weights.rows)
-    x = between(x if precise else x.bfloat16())
+    x = between(x if precise else x.to(kind))
     linear(x, weights, out, finish, precise, configuration)
     return out.cpu()
 
 
-def exact(x: Tensor, meaning: Tensor) -> Tensor:
-    return x.bfloat16().double() @ meaning.double().T
+def exact(x: Tensor, meaning: Tensor, kind: torch.dtype = torch.bfloat16) -> Tensor:
+    return x.to(kind).double() @ meaning.double().T
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -61,6 +66,31 @@ def test_is_the_definition_for_odd_sizes(form: str, columns: int) -> None:
     bound = SPLIT_BOUND if form == "F32" else BOUND
     assert relative_error(run(weights, x), exact(x, meaning)) < bound
     assert relative_error(run(weights, x), x.double() @ meaning.double().T) > 1e-3, "x is rounded to BF16"
+
+
+@pytest.mark.parametrize("form", ["NVFP4", "FP8", "BF16"])
+@pytest.mark.parametrize("columns", [128, 224])
+def test_halves_of_more_bits_lose_less(form: str, columns: int) -> None:
+    weights, meaning = packed(form, randn(37, columns, seed=1, scale=0.1))
+    x = randn(19, columns)
+    found = run(weights, x, kind=torch.float16)
+    assert relative_error(found, exact(x, meaning, torch.float16)) < BOUND
+    assert 1e-5 < relative_error(found, x.double() @ meaning.double().T) < 5e-4
+    alone = [run(weights, row[None], None, kind=torch.float16) for row in x]
+    assert torch.equal(torch.cat(alone), run(weights, x, None, kind=torch.float16))
+
+
+def test_what_float16_cannot_hold_is_its_largest_number_or_kept_by_a_gain() -> None:
+    weights, meaning = packed("FP8", torch.full((16, 32), 8.0))
+    x = torch.full((3, 32), 1024.0)
+    x[1, 0] = torch.inf
+    x[2, 0] = torch.nan
+    for gain, expected in ((1.0, 65504.0), (2.0**-3, float(x[0] @ meaning[0]) / 8)):
+        out = torch.zeros(3, 16, dtype=torch.float16, device=DEVICE)
+        linear(here(x.half()), weights, out, configuration=SMALL, gain=gain)
+        assert (out[0] == expected).all()
+        assert (out[1] == torch.inf).all()
+        assert out[2].isnan().all()
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -86,20 +116,21 @@ def test_another_order_of_sums_has_other_bits() -> None:
     assert not torch.equal(run(turned, x[:, backwards]), run(weights, x))
 
 
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bk", [32, 64])
-def test_every_code_means_what_the_checkpoint_says(bk: int) -> None:
+def test_every_code_means_what_the_checkpoint_says(bk: int, kind: torch.dtype) -> None:
     """Input rows with a single one select columns: the output is the weight itself, every bit of it."""
     configuration = Tiles(16, 32, bk, 4, 2)
     codes = torch.arange(256, dtype=torch.uint8)
     all_pairs, scales = codes.repeat(4).view(32, 32), torch.arange(0, 0x7F, dtype=torch.uint8).repeat(2)[:128]
     nvfp4_linear = Linear.pack("NVFP4", here(all_pairs), here(scales.view(32, 4)), torch.tensor(0.37))
     meaning = nvfp4.dequantise(all_pairs, scales.view(32, 4), 0.37)
-    assert torch.equal(run(nvfp4_linear, torch.eye(64), configuration), meaning.T + 0.0)
+    assert torch.equal(run(nvfp4_linear, torch.eye(64), configuration, kind=kind), meaning.T + 0.0)
     numbers = codes[(codes & 0x7F) != 0x7F].repeat(2)[:256].view(4, 64)
     fp8_linear = Linear.pack("FP8", here(numbers), torch.tensor(0.11))
-    assert torch.equal(run(fp8_linear, torch.eye(64), configuration), fp8.dequantise(numbers, 0.11).T + 0.0)
+    assert torch.equal(run(fp8_linear, torch.eye(64), configuration, kind=kind), fp8.dequantise(numbers, 0.11).T + 0.0)
     swapped = Linear.pack("NVFP4", here(all_pairs >> 4 | all_pairs << 4), here(scales.view(32, 4)), torch.tensor(0.37))
-    assert not torch.equal(run(swapped, torch.eye(64), configuration), meaning.T + 0.0)
+    assert not torch.equal(run(swapped, torch.eye(64), configuration, kind=kind), meaning.T + 0.0)
 
 
 @pytest.mark.parametrize("form", ["NVFP4", "BF16", "F32"])
@@ -111,7 +142,7 @@ def test_precise_keeps_what_bfloat16_loses(form: str) -> None:
     assert relative_error(run(weights, x, None), correct) > 1e-3
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
 def test_finishes_write_their_part_of_wider_rows(kind: torch.dtype) -> None:
     weights, _ = packed("FP8", randn(24, 96, seed=1, scale=0.3))
     x = randn(19, 96)

@@ -10,7 +10,7 @@ from kernels.norm import reference
 from kernels.norm.sweep import gated_group_rms_norm, rms_norm
 
 EPS = 1e-5
-KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
 
 
 def normed(x: Tensor, weight: Tensor, kind: torch.dtype = torch.float32) -> Tensor:

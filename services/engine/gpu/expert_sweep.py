@@ -33,8 +33,8 @@ class ExpertSweep:
         block = self.layout.block_bytes
         self.group = ring_group(tokens)
         self.ring = torch.zeros(RING_GROUPS * self.group, block, dtype=torch.uint8, device=device)
-        self.h = torch.zeros(tokens, self.layout.width, dtype=torch.bfloat16, device=device)
-        self.y = torch.zeros(tokens * top_k, self.layout.latent, dtype=torch.bfloat16, device=device)
+        self.h = torch.zeros(tokens, self.layout.width, dtype=torch.float16, device=device)
+        self.y = torch.zeros(tokens * top_k, self.layout.latent, dtype=torch.float16, device=device)
         self.up_scales = torch.from_numpy(catalog.up_scales).to(device)
         self.down_scales = torch.from_numpy(catalog.down_scales).to(device)
         self.items = prefill.Items(2 * RING_GROUPS, device)
@@ -50,7 +50,7 @@ class ExpertSweep:
         self.leased: list[list[int]] = [[] for _ in range(RING_GROUPS)]  # of each group of the ring
 
     def run(self, layer: int, ids: Tensor, weights: Tensor, x: Tensor, out: Tensor) -> Generator[float, None, None]:
-        """ids int32 and weights float32 [T, top_k], x bfloat16 [T, latent] -> out bfloat16 [T, latent], queued on the
+        """ids int32 and weights float32 [T, top_k], x float16 [T, latent] -> out float32 [T, latent], queued on the
         current stream. Yields the share that is done wherever others may run. Raises BlockError."""
         order = prefill.order(ids, self.experts)
         self.counts.copy_(order.starts.diff(), non_blocking=True)

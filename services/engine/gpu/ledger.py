@@ -284,7 +284,7 @@ def sweep_bytes(config: ModelConfig, chunk_tokens: int, context_tokens: int) -> 
         2 * config.shared_width,
     )  # fmt: skip
     part_row = wide + 6 * config.hidden_size + 2 * _F32 * config.mamba_heads + _F32 * config.experts
-    row = _F32 * config.hidden_size + 2 * (2 + top_k) * config.latent_size
+    row = _F32 * config.hidden_size + (2 + _F32 + 2 * top_k) * config.latent_size
     row += top_k * (_F32 + _F32 + 3 * 8 + _F32)  # ids, weights, and what sorting them takes for a while
     fixed = RING_GROUPS * ring_group(chunk_tokens) * block.block_bytes + chunk_tokens * block.width * 2
     fixed += MOST_SEQUENCES * (pages_for(context_tokens) + config.vocab_size) * _F32

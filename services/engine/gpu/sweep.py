@@ -34,6 +34,8 @@ FINGERPRINT = "; ".join(
     f"{each.FINGERPRINT}" for each in (dense, norm, mamba, attention, prefill)
 )  # what decides bits here
 
+SMALLER = 8.0  # the square root of how much smaller squares are kept than they are, for float16's range
+
 
 @dataclass(frozen=True)
 class Part:
@@ -55,7 +57,7 @@ class Sweep:
         self.sizes = Sizes(config.mamba_heads, config.mamba_head_dim, config.mamba_state, config.mamba_groups)
         part = min(tokens, SWEEP_PART)
 
-        def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        def new(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         f32 = torch.float32
@@ -74,7 +76,7 @@ class Sweep:
         self.workspace = mamba.Workspace(part, self.sizes.heads, device)
         self.scores = new(part, config.experts, dtype=f32)
         self.latent = new(tokens, config.latent_size)
-        self.routed = new(tokens, config.latent_size)
+        self.routed = new(tokens, config.latent_size, dtype=f32)
         self.chosen = new(tokens, config.experts_per_token, dtype=torch.int32)
         self.chosen_weights = new(tokens, config.experts_per_token, dtype=f32)
         self.tables = new(MOST_SEQUENCES, pages_for(context_tokens), dtype=torch.int32)
@@ -116,7 +118,7 @@ class Sweep:
                     for share in running:
                         yield (number + share) / layers
                     for part in parts:
-                        dense.linear(self.routed[part.rows], layer.fc2, self.x[part.rows], "add")
+                        dense.linear(self.routed[part.rows], layer.fc2, self.x[part.rows], "add", precise=True)
         return self._logits(torch.tensor(counts).cumsum(0) - 1)
 
     def _parts(self, counts: Sequence[int], states: Sequence[DeviceState]) -> list[Part]:
@@ -165,7 +167,7 @@ class Sweep:
 
     def _mamba(self, layer: MambaWeights, index: int, weight: Tensor, part: Part) -> None:
         sizes, pool = self.sizes, self.pool
-        projected, mixed = self._room(part.rows, (sizes.rows, torch.float32), (sizes.inner, torch.bfloat16))
+        projected, mixed = self._room(part.rows, (sizes.rows, torch.float32), (sizes.inner, torch.float16))
         dense.linear(self._norm(weight, part.rows), layer.in_proj, projected)
         mamba.convolve(projected, sizes, layer.conv_weight, layer.conv_bias, pool.conv[:, index], part.scanned)
         y = projected[:, sizes.inner : 2 * sizes.inner]  # in place of x, which only this layer's scan reads
@@ -190,7 +192,7 @@ class Sweep:
 
     def _route(self, layer: MoeWeights, weight: Tensor, rows: slice) -> None:
         """Router, latent input and shared expert. The router's scores decide among near ties: they are made of 16 bits
-        of the input rather than BF16's 8."""
+        of the input rather than 11."""
         config, count = self.weights.config, rows.stop - rows.start
         normed, exact, scores = self._norm(weight, rows), self.normed32[:count], self.scores[:count]
         norm.rms_norm(self.x[rows], weight, config.norm_eps, exact)
@@ -198,9 +200,9 @@ class Sweep:
         choice = (config.experts_per_token, config.routed_scale, config.norm_topk)
         router.choose(scores, layer.bias, *choice, self.chosen[rows], self.chosen_weights[rows])
         dense.linear(normed, layer.fc1, self.latent[rows])
-        (shared,) = self._room(rows, (config.shared_width, torch.bfloat16))
-        dense.linear(normed, layer.shared_up, shared, "relu2")
-        dense.linear(shared, layer.shared_down, self.x[rows], "add")
+        (shared,) = self._room(rows, (config.shared_width, torch.float16))
+        dense.linear(normed, layer.shared_up, shared, "relu2", gain=1 / SMALLER)
+        dense.linear(shared, layer.shared_down, self.x[rows], "add", gain=SMALLER**2)
 
     def _logits(self, last: Tensor) -> Tensor:
         rows = to_octets(self.x[last.to(self.x.device)])
