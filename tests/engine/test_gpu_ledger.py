@@ -200,11 +200,11 @@ def test_the_engine_refuses_at_start_what_does_not_fit(demo_store: Store) -> Non
 @pytest.mark.parametrize(
     ("card_mib", "settings", "expected"),
     [
-        (8151, {}, (True, 1, 22_784)),
+        (8151, {}, (True, 1, 22_656)),
         (8151, {"context_tokens": 8192}, (True, 1, 8192)),
         (8151, {"max_sequences": 4}, (False, 4, 3072)),
         (7550, {}, (False, 1, 12_288)),
-        (12_000, {}, (True, 4, 103_168)),
+        (12_000, {}, (True, 4, 103_040)),
     ],
     ids=str,
 )
@@ -233,7 +233,7 @@ def test_pictures_are_read_on_a_card_that_has_room_for_them(
 
 
 @pytest.mark.parametrize(
-    ("card_mib", "sequences", "tokens"), [(8151, 1, 47_936), (7550, 1, 12_288), (16_000, 4, 131_072)]
+    ("card_mib", "sequences", "tokens"), [(8151, 1, 47_424), (7550, 1, 12_288), (16_000, 4, 131_072)]
 )
 def test_what_is_automatic_fits_the_card(
     card_mib: int, sequences: int, tokens: int, monkeypatch: pytest.MonkeyPatch
