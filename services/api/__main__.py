@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from services.api import logs
 from services.api.app import build_app
 from services.api.config import EMBEDDED, SECRET, ApiConfig, read_config
+from services.api.connections import connection_options
 from services.api.embedded import EmbeddedStore, EmbeddedStoreError
 from services.api.errors import ModelFolderError
 from services.settings import SettingError, describe
@@ -72,7 +73,7 @@ async def serve(config: ApiConfig, app: FastAPI, listening: socket.socket) -> No
             access_log=False,
             lifespan="on",
             timeout_graceful_shutdown=max(1, round(config.stop_timeout_s)),
-            h11_max_incomplete_event_size=64 * 1024,
+            **connection_options(),
         )
     )
     loop = asyncio.get_running_loop()

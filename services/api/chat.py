@@ -29,6 +29,7 @@ from services.api.errors import (
     QueueFull,
     Unsupported,
 )
+from services.api.fitting import refuse_far_too_long, refuse_too_many
 from services.api.metrics import Metrics
 from services.api.model_folder import DOCUMENT_SUFFIX, ModelFolder, thinks
 from services.api.parsers.answer import AnswerParser, TextParser
@@ -87,6 +88,7 @@ class Chats:
 
     async def open(self, request: ChatRequest, caller: Caller, prefix: str = "chatcmpl-") -> Choices:
         """Everything up to the engine's yes. Raises ApiError for what can be known by then. `prefix` begins the id."""
+        refuse_too_many(request.messages, request.tools)
 
         async def open_answer(choice: int) -> Answer:
             return await self._open_answer(request, caller, choice)
@@ -95,6 +97,7 @@ class Chats:
 
     async def render(self, request: ChatRequest) -> tuple[Prompt, pb.InfoResponse]:
         """The dialog as the model reads it; of pictures only how many tokens they are. Raises ApiError."""
+        refuse_too_many(request.messages, request.tools)
         engine, info = await self.engines.pick()
         return await self._render(engine, info, self._parts(request, info), request, count_only=True), info
 
@@ -110,6 +113,7 @@ class Chats:
         require_tokens(self.folder.tokenizer.added)
         loaded = await load(parts.pictures, request.model.endswith(DOCUMENT_SUFFIX), self._may_fetch)
         bare = await asyncio.to_thread(prompt, *rendered, [Shown(b"", 0)] * len(loaded))
+        await self._refuse_far_too_long(bare.text, info, "messages")
         text_tokens = len(await asyncio.to_thread(self.folder.tokenizer.encode, bare.text))
         answer_tokens = min(request.longest or self._default_max_tokens, info.context_tokens // 4)
         shown = await see(engine, loaded, text_tokens, answer_tokens, count_only, self._timeout_s)
@@ -155,6 +159,7 @@ class Chats:
         began = time.perf_counter()
         parts = self._parts(request, info)
         prompt = await self._render(engine, info, parts, request)
+        await self._refuse_far_too_long(prompt.text, info, "messages")
         plan = await self.snapshots.plan(prompt, info)
         if self.ahead is not None:
             self.ahead.overtaken(plan.keys.values())
@@ -180,6 +185,8 @@ class Chats:
         engine, info = await self.engines.pick()
         thinks(request.model, info)
         tokenizer = self.folder.tokenizer
+        if isinstance(prompt, str):
+            await self._refuse_far_too_long(prompt, info, "prompt")
         ids = await asyncio.to_thread(tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
         if not all(tokenizer.knows(token_id) for token_id in ids):
             raise InvalidRequest("prompt has an id that is no token of this model", "prompt")
@@ -190,6 +197,9 @@ class Chats:
         parser = TextParser(request.stops)
         asked = Asked((), (), {}, plan, parser, request.logprobs is not None, began, progress)
         return await self._begin(engine, info, start, asked, request.form)
+
+    async def _refuse_far_too_long(self, text: str, info: pb.InfoResponse, name: str) -> None:
+        await asyncio.to_thread(refuse_far_too_long, self.folder.tokenizer, text, info.context_tokens, name)
 
     async def _begin(
         self, engine: Engine, info: pb.InfoResponse, start: pb.Start, asked: Asked, form: Form | None

@@ -1,11 +1,13 @@
 """The endpoints for text without a dialog. Owns their paths; text.py owns bodies and replies."""
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from services.api.chat import Chats
 from services.api.errors import InvalidRequest
+from services.api.fitting import refuse_to_count
 from services.api.schemas import ChatRequest
 from services.api.serving import read_json, rejoin, respond
 from services.api.text import CompletionRequest, DetokenizeRequest, TextReply, TokenizeRequest
@@ -37,7 +39,8 @@ async def tokenize(request: Request) -> dict[str, Any]:
         chat = ChatRequest(model=body.model or info.model, messages=body.messages, tools=body.tools)
         text = (await chats.render(chat))[0].text
     tokenizer = chats.folder.tokenizer
-    ids = tokenizer.encode(text)
+    refuse_to_count(text, info.context_tokens)
+    ids = await asyncio.to_thread(tokenizer.encode, text)
     strings = [tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in ids]
     found = {"count": len(ids), "max_model_len": info.context_tokens, "tokens": ids}
     return found | ({"token_strs": strings} if body.return_token_strs else {})

@@ -90,7 +90,14 @@ class TextTokenizer:
     def _encode_stretch(self, marked: str) -> list[int]:
         if not marked:
             return []
-        return list(self._plain.encode(self.restore(marked), add_special_tokens=False).ids)
+        try:
+            return list(self._plain.encode(self.restore(marked), add_special_tokens=False).ids)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust: no Exception, and not to be had by import
+                raise
+            raise InvalidRequest(
+                "a text that the tokenizer cannot split: is it endless white space?"
+            ) from error
 
     def knows(self, token_id: int) -> bool:
         """Whether an id is in the vocabulary."""

@@ -26,6 +26,7 @@ from services.engine.experts.streamer import Experts, HostExperts, open_experts
 from services.engine.experts.trace import Header, Recorder
 from services.engine.experts.warm import NAME, OFF, WarmSet
 from services.engine.fingerprint import arithmetic_fingerprint
+from services.engine.gpu import ranges
 from services.engine.gpu.memory import DeviceState
 from services.engine.gpu.model import DeviceModel, arithmetic_path
 from services.engine.gpu.nvml import Card, CardFigures
@@ -106,6 +107,7 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         network: Model | DeviceModel
         new_state: Callable[[ModelConfig, Any], State] = State
         if plan.device is not None:
+            ranges.switch(config.nvtx)
             guesses = config.prefetch != "off" and plan.slots < plan.blocks
             sizes = Sizes(
                 plan.sequences, plan.context_tokens, plan.pages, plan.device.chunk_tokens, plan.device.kv,

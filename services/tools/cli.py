@@ -20,6 +20,7 @@ class Subcommand:
 SUBCOMMANDS = {
     "up": Subcommand("services.tools.up", "start the product on this machine: store, engine and api"),
     "chat": Subcommand("services.tools.chat", "talk to a running api in the terminal"),
+    "top": Subcommand("services.tools.top", "where a token's time goes, live, of a running engine and api"),
     "health": Subcommand("services.tools.health", "ask an engine or an api whether it is ready"),
     "settings": Subcommand("services.tools.settings", "list every setting with its default, unit and meaning"),
     "demo": Subcommand("services.tools.demo", "make the demo's store, unless it is there"),
@@ -40,6 +41,8 @@ SUBCOMMANDS = {
     "verify": Subcommand("services.tools.verify", "is a store's model that of its checkpoint? against transformers"),
     "teach": Subcommand("services.tools.train_vision.command", "teach a small checkpoint to see drawings"),
     "see": Subcommand("services.tools.train_vision.exam", "show a running server drawings; how many it gets right"),
+    "train-demo": Subcommand("services.tools.train_demo.command", "the demo checkpoint from a corpus, stage by stage"),
+    "score": Subcommand("services.tools.score.command", "an exam of fixed questions for a server or a checkpoint"),
     "perplexity": Subcommand("services.tools.perplexity", "how well a checkpoint predicts given texts"),
 }
 

@@ -17,6 +17,7 @@ from kernels.experts.device.turns import SharedSlots
 from kernels.workers.pool import default_threads
 from services.engine.errors import DiskError
 from services.engine.experts.store import Store
+from services.engine.gpu import ranges
 from services.engine.gpu.ledger import MOST_SEQUENCES
 from services.engine.gpu.memory import DevicePool
 from services.engine.gpu.weights import DeviceWeights
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     trace = replay.make(config, WARM + TOKENS, args.rows, args.resident, seed=1)
     torch.set_num_threads(1)
     with ExitStack() as stack:
+        ranges.switch(True)
+        stack.callback(ranges.switch, False)
         host = filled_host(store, args.threads, args.resident)
         stack.callback(host.close)
         slots = SharedSlots(host)

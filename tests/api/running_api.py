@@ -13,6 +13,7 @@ from openai import OpenAI
 from services.api.__main__ import Server
 from services.api.app import build_app
 from services.api.config import ApiConfig
+from services.api.connections import connection_options
 
 MODEL_DIR = Path(__file__).parents[2] / "demo"
 
@@ -24,7 +25,10 @@ class RunningApi:
         self.app = build_app(config, config.redis_url)
         listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        self._server = Server(uvicorn.Config(self.app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
+        options = connection_options()
+        self._server = Server(
+            uvicorn.Config(self.app, log_config=None, access_log=False, timeout_graceful_shutdown=1, **options)
+        )
         self.loop: asyncio.AbstractEventLoop | None = None
         started = threading.Event()
 

@@ -19,6 +19,7 @@ from services.engine.gpu import counts
 from services.engine.gpu.counts import DeviceCounts
 from services.engine.gpu.ledger import MOST_ITEMS, MOST_SEQUENCES
 from services.engine.gpu.memory import DevicePool, DeviceState
+from services.engine.gpu.ranges import named
 from services.engine.gpu.token import Replay, Token
 from services.engine.gpu.weights import DeviceWeights
 from services.engine.spent import Spent
@@ -124,11 +125,13 @@ class Decoder:
         assert len(rows) == self.rows
         before, begun = self.turns.times(), time.perf_counter()
         inputs = self.token.inputs
-        inputs.fill([row.state for row in rows])
-        for row, x in zip(rows, inputs.host_x, strict=True):
-            x.copy_(to_octets(self.weights.embeddings.row(row.id) if row.embedding is None else row.embedding))
-        filled = time.perf_counter()
-        self._finish(self.graph.replay)
+        with named("token of sequences:", self.rows):
+            with named("inputs"):
+                inputs.fill([row.state for row in rows])
+                for row, x in zip(rows, inputs.host_x, strict=True):
+                    x.copy_(to_octets(self.weights.embeddings.row(row.id) if row.embedding is None else row.embedding))
+            filled = time.perf_counter()
+            self._finish(self.graph.replay)
         self._times = self.turns.times()
         self.spent.served(before, self._times, filled - begun, time.perf_counter() - filled)
         self._tokens += 1
@@ -147,9 +150,12 @@ class Decoder:
     def _finish(self, launch: Callable[[], None]) -> None:
         """The whole token, whatever the host's delays."""
         try:
-            launch()
-            served = self.turns.serve(self.layers)
-            torch.cuda.synchronize()
+            with named("launch"):
+                launch()
+            with named("serve"):
+                served = self.turns.serve(self.layers)
+            with named("until the end"):
+                torch.cuda.synchronize()
             while int(self.turns.stopped):
                 self.late += 1
                 self.turns.go_on()

@@ -18,6 +18,7 @@ from kernels.experts import prefill
 from kernels.experts.host.binding import Host
 from kernels.experts.host.feed import Block, Feed
 from services.engine.gpu.ledger import RING_GROUPS, ring_group
+from services.engine.gpu.ranges import named as named_range
 
 EXPECTED_LOOKUPS = 4  # an expert; with more it is all but sure that a sweep's next layer needs it, too
 
@@ -64,8 +65,9 @@ class ExpertSweep:
         group = 0
         try:
             while (blocks := self._take(group)) is not None:
-                self._copy(group, blocks)
-                self._compute(group, blocks, counts, order, layer, x)
+                with named_range("sweep: a group's experts, MoE layer", layer):
+                    self._copy(group, blocks)
+                    self._compute(group, blocks, counts, order, layer, x)
                 group = (group + 1) % RING_GROUPS
                 done += len(blocks)
                 if done < named:

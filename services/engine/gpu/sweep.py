@@ -25,6 +25,7 @@ from kernels.mamba.gpu import Sizes
 from services.engine.gpu.expert_sweep import ExpertSweep
 from services.engine.gpu.ledger import MOST_SEQUENCES, SWEEP_PART
 from services.engine.gpu.memory import DevicePool, DeviceState
+from services.engine.gpu.ranges import named
 from services.engine.gpu.weights import AttentionWeights, DeviceWeights, MambaWeights, MoeWeights
 from services.engine.model import Segment
 from services.engine.pages import pages_for
@@ -103,14 +104,17 @@ class Sweep:
             index[type(layer)] += 1
             match layer:
                 case MambaWeights():
-                    for part in parts:
-                        self._mamba(layer, place, weight, part)
+                    with named("sweep: Mamba layer", number):
+                        for part in parts:
+                            self._mamba(layer, place, weight, part)
                 case AttentionWeights():
-                    for part in parts:
-                        self._attention(layer, place, weight, part)
+                    with named("sweep: attention layer", number):
+                        for part in parts:
+                            self._attention(layer, place, weight, part)
                 case MoeWeights():
-                    for part in parts:
-                        self._route(layer, weight, part.rows)
+                    with named("sweep: router and shared expert of layer", number):
+                        for part in parts:
+                            self._route(layer, weight, part.rows)
                     running = self.experts.run(
                         place, self.chosen[:total], self.chosen_weights[:total], self.latent[:total],
                         self.routed[:total],

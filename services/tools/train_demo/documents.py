@@ -31,12 +31,12 @@ class Source:
 
     @staticmethod
     def of(name: str, whole: bool, documents: Iterable[tuple[list[int], list[bool]]]) -> "Source":
-        kept = [(ids, scored) for ids, scored in documents if len(ids) > 1]
+        kept = [(np.array(i, np.uint16), np.array(s, np.bool_)) for i, s in documents if len(i) > 1]
         return Source(
             name,
             whole,
-            np.array([id_ for ids, _ in kept for id_ in ids], np.uint16),
-            np.array([one for _, scored in kept for one in scored], np.bool_),
+            np.concatenate([ids for ids, _ in kept]),
+            np.concatenate([scored for _, scored in kept]),
             np.cumsum([len(ids) for ids, _ in kept], dtype=np.int64),
         )
 

@@ -38,11 +38,13 @@ class Linear(nn.Module):
         self.name, self.form = name, form
         self.weight = nn.Parameter(torch.randn(rows, columns) * (0.02 * scale))
 
+    def value(self, rounding: Rounding | None) -> Tensor:
+        if rounding is None or self.form is None:
+            return self.weight
+        return rounding(self.name, self.weight, self.form)
+
     def forward(self, x: Tensor, rounding: Rounding | None) -> Tensor:
-        weight = self.weight
-        if rounding is not None and self.form is not None:
-            weight = rounding(self.name, weight, self.form)  # type: ignore[assignment]
-        return linear(x, weight)
+        return linear(x, self.value(rounding))
 
 
 class Norm(nn.Module):
@@ -255,6 +257,18 @@ class Network(nn.Module):
     def logits(self, hidden: Tensor, rounding: Rounding | None = None) -> Tensor:
         out: Tensor = self.lm_head(hidden, rounding)
         return out.float()
+
+    def draft(self, hidden: Tensor, ids: Tensor, run: Pass) -> Tensor:
+        """States for `draft_logits`, [rows, tokens, hidden]: place i is of ids[i + 2], from hidden[i] and ids[i + 1].
+
+        A row's last place has no following id and means nothing.
+        """
+        following = self.embeddings.weight.detach()[ids.roll(-1, dims=1)]
+        out: Tensor = self.mtp(hidden.detach(), following, run)
+        return out
+
+    def draft_logits(self, states: Tensor, rounding: Rounding | None = None) -> Tensor:
+        return linear(states, self.lm_head.value(rounding).detach()).float()
 
     def mixtures(self) -> list[Mixture]:
         return [module for module in self.modules() if isinstance(module, Mixture)]

@@ -1,0 +1,60 @@
+"""The trained weights as a BF16 checkpoint in the real model's names, in small files. `thimble quantize` goes on from it.
+
+The rounding that the last stage trained with is exactly what quantizing these files does. Owns names and files.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from services.engine.checkpoint import INDEX
+from services.engine.experts.store import TEXT_FILES
+from services.engine.tensorfile import write_tensors
+from services.tools.train_demo.network import Network
+
+SHARD_BYTES = 12_000_000
+FLOAT32 = ("gate.weight", "e_score_correction_bias")
+
+
+def checkpoint_tensors(network: Network) -> dict[str, Tensor]:
+    """By their names on disk; all BF16 but the router."""
+    found: dict[str, Tensor] = {}
+    for name, value in network.state_dict().items():
+        value = value.detach().cpu().to(torch.float32 if name.endswith(FLOAT32) else torch.bfloat16)
+        name = name if name.startswith(("lm_head", "mtp.")) else f"backbone.{name}"
+        stem, _, part = name.rpartition(".")
+        if stem.endswith(".experts"):
+            found |= {f"{stem}.{number}.{part}.weight": one.clone() for number, one in enumerate(value)}
+        else:
+            found[name] = value
+    return found
+
+
+def export(network: Network, run: Path, out: Path) -> int:
+    """Write `out`, a new folder, with the run's text files; how many files hold the weights."""
+    out.mkdir(parents=True)
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in checkpoint_tensors(network).items():
+        if size + tensor.nbytes > SHARD_BYTES and shards[-1]:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    where: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write_tensors(out / file, shard)
+        where |= dict.fromkeys(shard, file)
+    total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (out / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    for name in TEXT_FILES:
+        if (run / name).exists():
+            shutil.copyfile(run / name, out / name)
+    # Last: a folder with a config.json is a whole checkpoint.
+    shutil.copyfile(run / "config.json", out / "config.json")
+    return len(shards)
