@@ -13,6 +13,7 @@ from services.engine.gpu.open import Device
 from services.engine.model import Model, Segment
 from services.engine.state import State
 from services.tools.parity import MEAN_KL_BAR, divergence
+from services.tools.passages import PROSE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -51,12 +52,13 @@ def alone(device: Device, prompt: Sequence[int], *cuts: int) -> Tensor:
 
 
 def test_it_is_near_the_cpu_engine(device: Device, demo_store: Store) -> None:
+    text = Tokenizer.from_file(str(demo_store.folder / "tokenizer.json")).encode(PROSE, add_special_tokens=False).ids
     experts = open_experts(demo_store, slots=448)
     cpu = Model(demo_store.dense(), demo_store.config, experts)
-    theirs = cpu.forward_all([Segment(cpu.new_state(len(PROMPT)), PROMPT)])
+    theirs = cpu.forward_all([Segment(cpu.new_state(len(text)), text)])
     experts.close()
-    lengths = [1, 2, 9, 16, 63, 64, 65, 128, 200, 331]
-    ours = torch.stack([alone(device, PROMPT[:length])[0] for length in lengths])
+    lengths = [1, 2, 9, 16, 63, 64, 65, 128, 150, len(text)]
+    ours = torch.stack([alone(device, text[:length])[0] for length in lengths])
     expected = theirs[[length - 1 for length in lengths]]
     found = divergence(expected, ours)
     print(f"mean KL {float(found.mean()):.6f}, most {float(found.max()):.6f}")
