@@ -95,9 +95,7 @@ class TextTokenizer:
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # of Rust: no Exception, and not to be had by import
                 raise
-            raise InvalidRequest(
-                "a text that the tokenizer cannot split: is it endless white space?"
-            ) from error
+            raise InvalidRequest("a text that the tokenizer cannot split: is it endless white space?") from error
 
     def knows(self, token_id: int) -> bool:
         """Whether an id is in the vocabulary."""

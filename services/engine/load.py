@@ -33,7 +33,7 @@ from services.engine.gpu.nvml import Card, CardFigures
 from services.engine.gpu.open import AWAKE_US, Sizes, open_device, usable_device
 from services.engine.grammar import Grammars
 from services.engine.metrics import Metrics, owner
-from services.engine.model import DECODED_TOKENS, Model
+from services.engine.model import Model
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PagePool
 from services.engine.plan import GB, Machine, Plan, make_plan
@@ -50,6 +50,7 @@ from services.engine.vision.weights import VisionWeights
 SYNTHETIC = "synthetic"
 RESTARTS = "RESTARTED_ENGINE"  # in the environment of a process that follows one whose GPU failed: how many there were
 CHUNK_TOKENS = 64  # of prompts, that a CPU reads together
+ONE_BY_ONE_TOKENS = 8  # by a GPU without room for more
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
             sight = Sight(weights, kept, lambda result: metrics.pictures[result,].inc(), read)
         chunk_tokens = config.prefill_chunk_tokens or CHUNK_TOKENS
         if plan.device is not None:  # one by one, a longer piece would hold up those that answer
-            chunk_tokens = plan.device.chunk_tokens or DECODED_TOKENS
+            chunk_tokens = plan.device.chunk_tokens or ONE_BY_ONE_TOKENS
         scheduler = Scheduler(network, pool, hot, metrics, plan.sequences, chunk_tokens, new_state)
         if isinstance(experts, HostExperts):
             experts.begin_warm()

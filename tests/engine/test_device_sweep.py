@@ -5,6 +5,7 @@ from collections.abc import Generator, Iterator, Sequence
 import pytest
 import torch
 from test_device_model import opened
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from services.engine.experts.store import Store

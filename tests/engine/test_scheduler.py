@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from toy_engine import INFO, Gate, answer, toy
 
+from services.engine import sequence
 from services.engine.request import Finish, Progress, Reason, Request, Restore, Token
 
 A, B, C = [1, 2, 3, 4, 5] * 5, [9, 8, 7], [20, 21] * 9
@@ -69,7 +70,8 @@ def test_a_step_is_one_token_for_each_answer_and_one_chunk() -> None:
         assert t.model.calls == [[3], [1], [8], [1], [8], [1], [8], [1], [1], [1, 1], [1, 1], [1, 1]]
 
 
-def test_prompts_share_a_chunk() -> None:
+def test_prompts_share_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence, "DECODED_TOKENS", 8)  # both are long prompts, then
     with toy() as t:
         gate = Gate()
         t.model.before = gate

@@ -7,12 +7,19 @@ import pytest
 from scripted_network import LAYERS, Asked, Bench, LayeredModel
 from toy_engine import answer, soon, toy
 
+from services.engine import sequence
 from services.engine.errors import CancelledError, StepError, StoppingError
 from services.engine.reading import PROGRESS_S, SLICE_S, shares
 from services.engine.request import Event, Failed, Finish, Progress, Request, Token
 
 A, B, C = tuple(range(1, 31)), tuple(range(5, 17)), (20, 21) * 9
 WHOLE = ["layer"] * LAYERS
+
+
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more than eight tokens are long ones here, so that prompts can be short."""
+    monkeypatch.setattr(sequence, "DECODED_TOKENS", 8)
 
 
 @pytest.fixture
