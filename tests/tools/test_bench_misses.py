@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from kernels.block import BlockLayout
+from kernels.experts.host.binding import Host
+from kernels.experts.host.drives import EmulatedDrive
 from kernels.experts.host.replay import Clock
+from kernels.workers.pool import Workers
 from services.tools import bench_misses, measure
 from services.tools.cli import main
+from services.tools.synthetic_blocks import SyntheticBlocks
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +73,16 @@ def test_the_plan_is_of_what_comes_after_the_beginning() -> None:
     late = bench_misses.replayed_ms(routing, 15, 20480, replace(slow, late_ns=1e5))
     assert all_there + 1 < late <= all_there + 4.0001
     assert len(bench_misses.first_tokens(routing, 15).layer) == 600
+
+
+@pytest.mark.parametrize("latency_ms", [0, 30])
+def test_how_late_a_block_is(latency_ms: int) -> None:
+    """A slow drive, so that this machine does not show: 10 ms a block, and what its first byte takes beside them."""
+    blocks = SyntheticBlocks(BlockLayout(512, 704), 1, 42)
+    memory, catalog = blocks.memory(42)
+    drive = EmulatedDrive(memory, gb_s=0.0405504, lane_gb_s=1.0, latency_us=1e3 * latency_ms)
+    host = Host(catalog, Workers(1), slots=42, readers=4, prefetch="off", drives=[drive])
+    found = measure.reads(host, blocks.inputs(1, seed=1), top_k=6)
+    host.close()
+    assert 5e6 < found.read_ns < 2e7
+    assert latency_ms - 10 < found.late_ns / 1e6 < latency_ms + 20
