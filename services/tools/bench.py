@@ -16,6 +16,7 @@ BENCHMARKS = {
         "expert layers with a cache that misses, from an emulated drive or the disk, against the plan",
     ),
     "experts": ("services.tools.bench_experts", "a layer's routed experts on GPU and CPU, every placement in one run"),
+    "metrics": ("services.tools.bench_metrics", "what counting costs a token"),
     "sampling": ("services.tools.bench_sampling", "from logits to an id, beside the definition"),
     "decode": ("services.tools.bench_decode", "whole tokens on GPU and CPU: the published method, ours, and the floor"),
     "snapshots": ("services.tools.bench_snapshots", "a dialog's state from Redis and from memory, beside a raw read"),

@@ -5,6 +5,9 @@ good as published and no better. The drive is emulated, so that its speed is tha
 card's memory, handed out at a drive's rate by the card's copy engine, which costs no core anything, as a drive's
 controller would not. One sequence. Missing experts are computed by the processor as they arrive, for the published
 method too, which is kinder to it than its own way, a copy to the card first.
+
+Beside each time stands what the planner's formula makes of rates taken in the same run: the drive's from a few steps on
+an empty cache, a layer's from tokens that miss nothing. Which blocks are missing comes from a replay of the routing.
 """
 
 import argparse
@@ -20,10 +23,11 @@ import numpy as np
 import torch
 import triton
 
+from kernels.experts.device.drive import DeviceDrive
+from kernels.experts.device.rates import ReadRates
 from kernels.experts.device.turns import SharedSlots
 from kernels.experts.host.binding import Host
-from kernels.experts.host.drives import EmulatedDrive
-from kernels.experts.host.replay import Routing
+from kernels.experts.host.replay import Clock, Routing
 from kernels.workers.pool import Workers, default_threads
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import catalog
@@ -33,16 +37,23 @@ from services.engine.gpu.open import AWAKE_US, usable_device
 from services.engine.gpu.token import Replay
 from services.engine.gpu.weights import DeviceWeights
 from services.engine.pages import pages_for
-from services.tools import figures
+from services.tools import figures, measure
 from services.tools.bench_experts import PUBLISHED
+from services.tools.bench_misses import replayed_ms
 from services.tools.decode_rig import READERS, mid_dialog
+from services.tools.hardware import STEP_OVER_READING
+from services.tools.measure import Reads
+from services.tools.predict import SUPER, Method
 from services.tools.synthetic_blocks import SyntheticBlocks
 from services.tools.traces.generators import generate
 
 CONTEXT_TOKENS = 2048
 HEADING = (
-    f"{'method':<26}{'in RAM':>7}{'GB/s':>6}{'ms':>9}{'tok/s':>8}{'misses':>8}{'waited ms':>11}{'hidden':>8}{'late':>6}"
+    f"{'method':<20}{'in RAM':>7}{'GB/s':>6}{'all hits':>9}{'a read':>8}{'late us':>8}{'planned':>9}"
+    f"{'ms':>8}{'tok/s':>7}{'misses':>8}{'waited':>8}{'hidden':>8}{'late':>6}"
 )
+HIT_EXPERTS = 3  # times a token's: of a layer, which tokens that miss nothing name
+HIT_TOKENS = 15
 
 
 @dataclass(frozen=True)
@@ -66,8 +77,12 @@ THEIRS = Way(
 
 @dataclass(frozen=True)
 class Found:
-    """Of a token, on average. `read_ms`: what its misses take one by one."""
+    """Of a token, on average. `read_ms`: what its misses take one by one; `hits_ms`: one without any; `planned_ms`:
+    from that and `reads`."""
 
+    hits_ms: float
+    reads: Reads
+    planned_ms: float
     token_ms: float
     misses: float
     waited_ms: float
@@ -78,12 +93,17 @@ class Found:
     def hidden(self) -> float:
         return 1 - self.waited_ms / self.read_ms if self.read_ms else 1.0
 
+    @property
+    def error(self) -> float:
+        return abs(self.planned_ms / self.token_ms - 1)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", type=Path, help="folder that `thimble synth` wrote")
     parser.add_argument("--share", type=numbers, default=[0.24, 0.33], help="of all experts in RAM (default 0.24,0.33)")
     parser.add_argument("--disk", type=numbers, default=[7.0, 12.0], metavar="GB/S", help="emulated (default 7,12)")
     parser.add_argument("--trace", default="calibrated", help="generator of the routing (default calibrated)")
+    parser.add_argument("--quick", action="store_true", help="two cases, ours without prefetch and the published one")
     parser.add_argument("--warm", type=int, default=100, help="tokens that fill the cache first (default 100)")
     parser.add_argument("--tokens", type=int, default=40, help="timed tokens (default 40)")
     parser.add_argument("--threads", type=int, default=default_threads(), help="that compute (default: cores less two)")
@@ -108,13 +128,65 @@ def run(args: argparse.Namespace) -> int:
     state = mid_dialog(weights, pool, CONTEXT_TOKENS)
     routing = generate(args.trace, args.warm + args.tokens)
     print(f"synthetic, {args.trace} routing, {args.threads} threads\n{HEADING}", flush=True)
-    for share in args.share:
-        for disk in args.disk:
-            for way in (PLAIN, THEIRS, OURS) if disk == args.disk[0] else (PLAIN,):
-                with host(store, memory, share, disk, way, args.threads) as slots:
-                    found = measured(Tokens(store, weights, state, slots, way, routing), slots.host, args, disk)
-                tell(args, way, share, disk, found)
+    errors = []
+    for share, disk, way in cases(args):
+        with host(store, memory, share, disk, way, args.threads) as slots:
+            inputs = SyntheticBlocks(store.layout, 1, 1).inputs(1, seed=1)
+            reads = measure.reads(slots.host, inputs, store.config.experts_per_token)
+            expert_ns = hit_ns(slots, way)
+            found = measured(Tokens(store, weights, state, slots, way, routing), slots, args, disk, reads, expert_ns)
+        tell(args, way, share, disk, found)
+        if way is not OURS:  # whose guesses the plan leaves out
+            errors.append(found.error)
+    print(f"the plan was wrong by at most {100 * max(errors):.1f} %, in {len(errors)} cases")
+    if args.out:
+        note = (
+            f"synthetic, whole tokens on the GPU, emulated drive, {args.trace} routing, {len(errors)} cases: ours "
+            f"without prefetch and published, torch {torch.__version__}, triton {triton.__version__}"
+        )
+        figures.append(args.out, "plan.error_max", max(errors), "", note)
     return 0
+
+
+def cases(args: argparse.Namespace) -> list[tuple[float, float, Way]]:
+    """Share in RAM, GB/s of the drive, method."""
+    if args.quick:
+        ends = ((min(args.share), min(args.disk)), (max(args.share), max(args.disk)))
+        return [(share, disk, way) for share, disk in ends for way in (PLAIN, THEIRS)]
+    return [
+        (share, disk, way)
+        for share in args.share
+        for disk in args.disk
+        for way in ((PLAIN, THEIRS, OURS) if disk == args.disk[0] else (PLAIN,))
+    ]
+
+
+def hit_ns(slots: SharedSlots, way: Way) -> float:
+    """Of one expert among many that are in RAM, from how fast both sides read at once, or the link alone."""
+    if way is THEIRS:
+        return Method.GROUPS.expert_bytes(SUPER) / ReadRates(slots).copy()
+    return Method.SPLIT.expert_bytes(SUPER) * STEP_OVER_READING / sum(ReadRates(slots).together())
+
+
+def plan_ms(routing: Routing, warm: int, slots: int, hits_ms: float, expert_ns: float, reads: Reads) -> float:
+    """A token as the planner has it. Its layers without a miss are what was measured, however they divide."""
+    layer_ns, top_k = hits_ms * 1e6 / routing.layers, routing.ids.shape[1]
+    expert_ns = min(expert_ns, layer_ns / top_k)
+    late_ns = reads.late_ns + reads.alone_ns - expert_ns
+    clock = Clock(layer_ns - top_k * expert_ns, expert_ns, reads.read_ns, late_ns=late_ns)
+    return replayed_ms(routing, warm, slots, clock)
+
+
+def few_experts(routing: Routing, tokens: int) -> Routing:
+    """So many tokens of a model of that shape, all of whose layers name only HIT_EXPERTS times top_k experts: each of
+    them within the first HIT_EXPERTS tokens."""
+    top_k, random = routing.ids.shape[1], np.random.default_rng(1)
+    orders = [np.arange(HIT_EXPERTS * top_k, dtype=np.int32).reshape(HIT_EXPERTS, top_k)]
+    orders += [random.permutation(HIT_EXPERTS * top_k)[:top_k].astype(np.int32)[None] for _ in range(tokens)]
+    ids = np.repeat(np.concatenate(orders)[:tokens], routing.layers, axis=0)
+    steps = len(ids)
+    layer = np.tile(np.arange(routing.layers, dtype=np.int32), tokens)
+    return Routing(routing.layers, routing.experts, layer, np.arange(steps + 1, dtype=np.int64), ids, (ids,))
 
 
 @contextmanager
@@ -123,7 +195,7 @@ def host(
 ) -> Iterator[SharedSlots]:
     """Slots that the GPU reads, empty, behind a drive of `disk` GB/s."""
     slots = int(share * sum(map(len, store.blocks)))
-    workers, drive = Workers(threads, AWAKE_US), EmulatedDrive(memory, gb_s=disk)
+    workers, drive = Workers(threads, AWAKE_US), DeviceDrive(memory, gb_s=disk)
     opened = Host(catalog(store), workers, slots=slots, readers=READERS, prefetch=way.prefetch, drives=[drive])
     try:
         shared = SharedSlots(opened)
@@ -156,14 +228,15 @@ class Tokens:
         self.decoder.compile([state])
         self.decoder.capture()
 
-    def step(self, token: int) -> float:
+    def step(self, token: int, routing: Routing | None = None) -> float:
         """-> milliseconds by the wall clock."""
-        layers = self.routing.layers
+        routing = routing or self.routing
+        layers = routing.layers
         rows = slice(token * layers, (token + 1) * layers)
-        ids = torch.from_numpy(self.routing.ids[rows])
+        ids = torch.from_numpy(routing.ids[rows])
         if self.replay.ids.dim() == 4:
             # What layer i posts behind its own ids is the guess that was made there at layer i + 1.
-            guesses = torch.from_numpy(self.routing.guesses[0][rows])
+            guesses = torch.from_numpy(routing.guesses[0][rows])
             ids = torch.stack([ids, guesses], dim=1)
         self.replay.ids.copy_(ids.view(self.replay.ids.shape))
         self.replay.x.copy_(self.x[token % len(self.x)])
@@ -173,7 +246,12 @@ class Tokens:
         return (time.perf_counter() - begun) * 1e3
 
 
-def measured(tokens: Tokens, host: Host, args: argparse.Namespace, disk: float) -> Found:
+def measured(
+    tokens: Tokens, slots: SharedSlots, args: argparse.Namespace, disk: float, reads: Reads, expert_ns: float
+) -> Found:
+    host, routing = slots.host, tokens.routing
+    few = few_experts(routing, HIT_EXPERTS + 2 + HIT_TOKENS)
+    hits = [tokens.step(token, few) for token in range(HIT_EXPERTS + 2 + HIT_TOKENS)][-HIT_TOKENS:]
     for token in range(args.warm):
         tokens.step(token)
     before, late = host.counters(), tokens.decoder.late
@@ -182,16 +260,25 @@ def measured(tokens: Tokens, host: Host, args: argparse.Namespace, disk: float) 
     host.check()
     tokens.decoder.close()
     misses = (after["misses"] - before["misses"]) / args.tokens
-    waited_ms = (after["disk_wait_ns"] - before["disk_wait_ns"]) / 1e6 / args.tokens
-    read_ms = misses * host.catalog.layout.block_bytes / disk / 1e6
-    return Found(statistics.mean(times), misses, waited_ms, read_ms, tokens.decoder.late - late)
+    hits_ms = statistics.median(hits)
+    return Found(
+        hits_ms,
+        reads,
+        planned_ms=plan_ms(routing, args.warm, after["slots_total"], hits_ms, expert_ns, reads),
+        token_ms=statistics.mean(times),
+        misses=misses,
+        waited_ms=(after["disk_wait_ns"] - before["disk_wait_ns"]) / 1e6 / args.tokens,
+        read_ms=misses * host.catalog.layout.block_bytes / disk / 1e6,
+        late=tokens.decoder.late - late,
+    )
 
 
 def tell(args: argparse.Namespace, way: Way, share: float, disk: float, found: Found) -> None:
     rate = 1e3 / found.token_ms
     print(
-        f"{way.name:<26}{share:>7.2f}{disk:>6.1f}{found.token_ms:>9.2f}{rate:>8.2f}{found.misses:>8.1f}"
-        f"{found.waited_ms:>11.2f}{found.hidden:>8.0%}{found.late:>6}",
+        f"{way.name:<20}{share:>7.2f}{disk:>6.1f}{found.hits_ms:>9.2f}{found.reads.read_ns / 1e6:>8.3f}"
+        f"{found.reads.late_ns / 1e3:>8.0f}{found.planned_ms:>9.2f}{found.token_ms:>8.2f}{rate:>7.2f}"
+        f"{found.misses:>8.1f}{found.waited_ms:>8.2f}{found.hidden:>8.0%}{found.late:>6}",
         flush=True,
     )
     if args.out:
@@ -199,6 +286,6 @@ def tell(args: argparse.Namespace, way: Way, share: float, disk: float, found: F
         note = (
             f"synthetic, {args.trace} routing, {way.name}, {args.threads} threads, emulated drive of {disk:g} GB/s, "
             f"{found.misses:.1f} misses a token, {found.hidden:.0%} of reading hidden, "
-            f"torch {torch.__version__}, triton {triton.__version__}"
+            f"planned {found.planned_ms:.1f} ms, torch {torch.__version__}, triton {triton.__version__}"
         )
         figures.append(args.out, f"decode.{kind}_ram{round(100 * share)}", rate, "tok/s", note)

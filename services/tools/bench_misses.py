@@ -2,8 +2,9 @@
 drive or this machine's disk, held against what the planner says of the same run.
 
 Synthetic: the full shape's routing is made up (traces/generators.py) and a few blocks stand for all experts. Between
-two layers it waits as long as a card would take for the dense part. A plan knows the processor's rate measured here
-with all in RAM, the drive's rate, and the hits that a replay of the routing finds; the time of a token is compared.
+two layers it waits as long as a card would take for the dense part. With a CUDA card the emulated drive's bytes are in
+its memory, so that no core plays a drive. A plan knows the processor's rate measured here with all in RAM, how long
+missing blocks take on an idle machine, and which blocks a replay of the routing misses; a token's time is compared.
 """
 
 import argparse
@@ -19,13 +20,15 @@ import numpy as np
 import torch
 
 from kernels.block import BlockLayout
+from kernels.experts.device.drive import DeviceDrive
+from kernels.experts.device.turns import SharedSlots
 from kernels.experts.host.binding import Catalog, Host, open_drives, read_rate
 from kernels.experts.host.drives import Drive, EmulatedDrive
-from kernels.experts.host.replay import SHIPPED, Routing, replay
+from kernels.experts.host.replay import SHIPPED, Clock, Routing, replay
 from kernels.workers.pool import Workers, default_threads
 from services.tools import figures, measure
-from services.tools.forecast import exposed_ns
-from services.tools.predict import SUPER, Layer, Method
+from services.tools.measure import Reads
+from services.tools.predict import SUPER, Method
 from services.tools.synthetic_blocks import SyntheticBlocks
 from services.tools.traces.generators import generate
 
@@ -78,25 +81,27 @@ def run(args: argparse.Namespace) -> int:
     with drives(args, blocks) as (catalog, rates):
         cpu = processor(workers, blocks)
         print(f"{workers.threads} threads, experts at {cpu:.1f} GB/s with all in RAM; routing: {args.trace}; synthetic")
-        print(f"{'share':>6}{'disk':>7}{'prefetch':>10}{'misses':>9}{'ms':>8}{'planned':>9}{'hidden':>8}")
+        print(
+            f"{'share':>6}{'disk':>7}{'a read':>8}{'late us':>9}{'prefetch':>10}"
+            f"{'misses':>9}{'ms':>8}{'planned':>9}{'hidden':>8}"
+        )
         for share, (disk, drive) in product(args.share, rates):
             for prefetch in ("off", "auto"):
                 slots = max(routing.ids.shape[1], int(share * SUPER.blocks))
-                host = Host(catalog, workers, slots=slots, readers=READERS, prefetch=prefetch, drives=[drive])
-                try:
+                with opened(catalog, workers, slots, prefetch, drive) as host:
+                    reads = measure.reads(host, blocks.inputs(1, seed=1), routing.ids.shape[1])
                     found = replayed(host, routing, args, blocks, disk)
-                finally:
-                    host.close()
-                planned = plan_ms(routing, args, slots, cpu, disk, found.gap_ms)
+                planned = plan_ms(routing, args.warm, slots, cpu, reads, found.gap_ms)
                 if prefetch == "off":
                     errors.append(abs(planned / found.token_ms - 1))
                 print(
-                    f"{share:>6.2f}{disk:>7.1f}{prefetch:>10}{found.misses:>9.1f}{found.token_ms:>8.1f}"
+                    f"{share:>6.2f}{disk:>7.1f}{reads.read_ns / 1e6:>8.3f}{reads.late_ns / 1e3:>9.0f}{prefetch:>10}"
+                    f"{found.misses:>9.1f}{found.token_ms:>8.1f}"
                     f"{planned if prefetch == 'off' else float('nan'):>9.1f}{found.hidden:>8.0%}",
                     flush=True,
                 )
                 if args.out:
-                    what = f"{disk:.1f} GB/s {'disk' if args.folder else 'emulated drive'}, prefetch {prefetch}"
+                    what = f"{disk:.1f} GB/s {kind(args, drive)}, prefetch {prefetch}"
                     note = (
                         f"experts on the processor, {share:.2f} of them in RAM, {what}, {args.trace} routing, synthetic"
                     )
@@ -104,7 +109,9 @@ def run(args: argparse.Namespace) -> int:
                     figures.append(args.out, "misses.hidden_share", found.hidden, "", note)
     print(f"the plan was wrong by at most {100 * max(errors):.1f} %")
     if args.out:
-        note = f"expert layers on the processor with misses, {len(errors)} configurations, prefetch off, synthetic"
+        where = kind(args, rates[0][1])
+        what = f"{where}, {len(errors)} configurations, prefetch off, synthetic"
+        note = f"expert layers on the processor with misses, {what}"
         figures.append(args.out, "plan.error_max", max(errors), "", note)
     return 0
 
@@ -114,12 +121,40 @@ def drives(args: argparse.Namespace, blocks: SyntheticBlocks) -> Iterator[tuple[
     """The catalog of all experts, and drives with their rates in GB/s."""
     if args.folder is None:
         memory, catalog = blocks.memory(args.physical)
-        yield catalog, [(rate, EmulatedDrive(memory, gb_s=rate)) for rate in args.disk]
+        there = torch.from_numpy(memory).cuda() if torch.cuda.is_available() else None
+        yield (
+            catalog,
+            [
+                (rate, EmulatedDrive(memory, gb_s=rate) if there is None else DeviceDrive(there, gb_s=rate))
+                for rate in args.disk
+            ],
+        )
         return
     with tempfile.NamedTemporaryFile(dir=args.folder, prefix="thimble-bench-", suffix=".blocks") as file:
         catalog = blocks.write(Path(file.name), args.physical)
         opened = open_drives(catalog)
         yield catalog, [(read_rate(catalog, opened, READERS, 1_000_000_000), opened[0])]
+
+
+def kind(args: argparse.Namespace, drive: Drive) -> str:
+    if args.folder:
+        return "disk"
+    return "emulated drive in a card's memory" if isinstance(drive, DeviceDrive) else "emulated drive in RAM"
+
+
+@contextmanager
+def opened(catalog: Catalog, workers: Workers, slots: int, prefetch: str, drive: Drive) -> Iterator[Host]:
+    """Page-locked, if a card's copy engine is to write the slots."""
+    host = Host(catalog, workers, slots=slots, readers=READERS, prefetch=prefetch, drives=[drive])
+    try:
+        shared = SharedSlots(host) if isinstance(drive, DeviceDrive) else None
+        try:
+            yield host
+        finally:
+            if shared:
+                shared.close()
+    finally:
+        host.close()
 
 
 def processor(workers: Workers, blocks: SyntheticBlocks) -> float:
@@ -165,25 +200,21 @@ def pause(seconds: float) -> None:
         pass
 
 
-def plan_ms(routing: Routing, args: argparse.Namespace, slots: int, cpu: float, disk: float, gap_ms: float) -> float:
-    """A token as the planner has it. How often a block is missing comes from a replay, not from the run."""
-    hits = replayed_hits(routing, args.warm, slots)
-    layer = Layer(
+def plan_ms(routing: Routing, warm: int, slots: int, cpu: float, reads: Reads, gap_ms: float) -> float:
+    """A token after the first `warm` ones as the planner has it. Which blocks are missing comes from a replay, layer by
+    layer, not from the run: what the whole routing takes less what its beginning takes."""
+    clock = Clock(
         gap_ns=gap_ms * 1e6 / routing.layers,
         expert_ns=Method.CPU.expert_bytes(SUPER) / cpu,
-        read_ns=LAYOUT.block_bytes / disk,
-        overlapped=True,
+        read_ns=reads.read_ns,
+        late_ns=reads.late_ns + reads.alone_ns - Method.CPU.expert_bytes(SUPER) / cpu,
     )
-    top_k = routing.ids.shape[1]
-    of_layer = layer.gap_ns + top_k * layer.expert_ns + exposed_ns(layer, top_k, hits)
-    return float(routing.layers * of_layer / 1e6)
+    return replayed_ms(routing, warm, slots, clock)
 
 
-def replayed_hits(routing: Routing, warm: int, slots: int) -> float:
-    """Hits after the first `warm` tokens: those of the whole routing less those of its beginning."""
-    whole, beginning = (replay(part, SHIPPED, [slots])[0] for part in (routing, first_tokens(routing, warm)))
-    lookups = whole.decode_lookups - beginning.decode_lookups
-    return float((whole.decode_hits - beginning.decode_hits) / lookups)
+def replayed_ms(routing: Routing, warm: int, slots: int, clock: Clock) -> float:
+    whole, beginning = (replay(part, SHIPPED, [slots], clock)[0] for part in (routing, first_tokens(routing, warm)))
+    return (whole.decode_ns - beginning.decode_ns) / (len(routing.layer) / routing.layers - warm) / 1e6
 
 
 def first_tokens(routing: Routing, tokens: int) -> Routing:

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 import triton
 
+from kernels.experts.device.drive import DeviceDrive
 from kernels.experts.device.rates import ReadRates
 from kernels.experts.device.turns import SharedSlots
 from kernels.experts.host.binding import Host
-from kernels.experts.host.drives import EmulatedDrive
 from kernels.workers.pool import Workers, default_threads
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import catalog
@@ -155,7 +155,7 @@ def opened(
     """Slots for `share` of the experts, full; a model for prompts of so many tokens."""
     layers, experts = len(store.blocks), store.config.experts
     resident = min(experts, max(store.config.experts_per_token, round(share * experts)))
-    drive = EmulatedDrive(memory, gb_s=args.disk if resident < experts else FILLED_GB_S)
+    drive = DeviceDrive(memory, gb_s=args.disk if resident < experts else FILLED_GB_S)
     workers = Workers(default_threads(), AWAKE_US)
     host = Host(catalog(store), workers, slots=layers * resident, readers=READERS, drives=[drive])
     begun = time.perf_counter()

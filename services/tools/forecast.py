@@ -9,6 +9,7 @@ from math import comb
 
 import numpy as np
 
+from services.engine.gpu.ledger import SWEEP_PART
 from services.tools.hardware import PCIE_GB_S, Box
 from services.tools.predict import GB, Layer, Method, Shape, Token, layer_of, token
 
@@ -27,6 +28,9 @@ HITS = (
     (1.0, 1.0),
 )
 SWEEP_COMPUTE_SHARE = 0.4  # of the maker's TFLOPS that reading a prompt reaches
+# Of a token in one Mamba layer, whose recurrence goes token by token, so that latency counts and not a card's size:
+# scan.sequential_us and scan.convolve_us of 2048 tokens in tests/bench/results/h200-x2-32core.csv.
+SCAN_S = 0.95e-6
 
 
 def hit_rate(share: float) -> float:
@@ -56,41 +60,46 @@ def exposed_ns(layer: Layer, experts: int, hits: float) -> float:
 
 @dataclass(frozen=True)
 class FirstToken:
-    """Of a prompt, in seconds. The three are done at the same time where `overlapped`, one after the other if not."""
+    """Of a prompt, in seconds, summed over its chunks. Disk, PCIe and the experts' computing are done at the same time
+    where `overlapped`, so that the slowest of a chunk counts: `experts_s`; else one after the other. `dense_s` is all
+    the rest, which is done between the layers' experts."""
 
     tokens: int
+    chunks: int
     disk_s: float
     pcie_s: float
     compute_s: float
+    experts_s: float
     dense_s: float
-    overlapped: bool
 
     @property
     def total_s(self) -> float:
-        parts = (self.disk_s, self.pcie_s, self.compute_s)
-        return self.dense_s + (max(parts) if self.overlapped else sum(parts))
+        return self.experts_s + self.dense_s
 
 
 def first_token(shape: Shape, box: Box, tokens: int, share: float, chunk: int = 2048, ours: bool = True) -> FirstToken:
     """Reading a prompt touches nearly every expert: what is not in RAM is read once a chunk, and each is carried to the
-    card. Tokens that name experts independently of each other touch the most; real ones touch fewer."""
-    disk_s = pcie_s = 0.0
+    card. Tokens that name experts independently of each other touch the most; real ones touch fewer. Computing is at
+    SWEEP_COMPUTE_SHARE of the card's rate, dense weights are read for SWEEP_PART tokens at once."""
+    flops_s = box.card.tflops * 1e12 * SWEEP_COMPUTE_SHARE
+    looked_up = 2 * shape.moe_layers * shape.experts_per_token * shape.latent * shape.width * 2
+    disk_s = pcie_s = compute_s = experts_s = dense_s = 0.0
     for begin in range(0, tokens, chunk):
         count = min(chunk, tokens - begin)
         touched = shape.blocks * (1 - (1 - shape.experts_per_token / shape.experts) ** count)
-        bytes_ = touched * shape.block_bytes
-        disk_s += bytes_ * (1 - share) / box.disk_gb_s / GB
-        pcie_s += bytes_ / box.pcie_gb_s / GB
-    chunks = -(-tokens // chunk)
-    weights = 2 * (shape.dense_bytes + shape.moe_layers * shape.experts_per_token * shape.latent * shape.width * 2)
-    return FirstToken(
-        tokens=tokens,
-        disk_s=disk_s,
-        pcie_s=pcie_s,
-        compute_s=weights * tokens / (box.card.tflops * 1e12 * SWEEP_COMPUTE_SHARE),
-        dense_s=chunks * shape.dense_bytes / box.vram_gb_s / GB,
-        overlapped=ours,
-    )
+        parts = (
+            touched * shape.block_bytes * (1 - share) / box.disk_gb_s / GB,
+            touched * shape.block_bytes / box.pcie_gb_s / GB,
+            looked_up * count / flops_s,
+        )
+        disk_s, pcie_s, compute_s = disk_s + parts[0], pcie_s + parts[1], compute_s + parts[2]
+        experts_s += max(parts) if ours else sum(parts)
+        weights_s = max(
+            -(-count // SWEEP_PART) * shape.dense_bytes / box.vram_gb_s / GB, 2 * shape.dense_bytes * count / flops_s
+        )
+        attention_s = 4 * shape.attended * count * (begin + count / 2) / flops_s
+        dense_s += weights_s + attention_s + count * shape.mamba_layers * SCAN_S
+    return FirstToken(tokens, -(-tokens // chunk), disk_s, pcie_s, compute_s, experts_s, dense_s)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,8 @@ CARDS = {
 
 @dataclass(frozen=True)
 class Box:
-    """A machine. GB are 10^9 bytes. `cpu_gb_s`: expert bytes by the processor's kernels. `measured`: it was, here."""
+    """A machine. GB are 10^9 bytes. `cpu_gb_s`: expert bytes by the processor's kernels. `late_us`: predict.py's Rates.
+    `measured`: it was, here."""
 
     card: Card
     ram_gb: float
@@ -70,12 +71,13 @@ class Box:
     dram_gb_s: float
     disk_gb_s: float
     measured: bool = False
+    late_us: float = Rates.late_us
 
     @property
     def rates(self) -> Rates:
         """As the formula takes them: a step of experts does not get all that reading gets of RAM."""
         dram_gb_s = self.dram_gb_s / STEP_OVER_READING
-        return Rates(self.vram_gb_s, self.pcie_gb_s, self.cpu_gb_s, dram_gb_s, self.disk_gb_s)
+        return Rates(self.vram_gb_s, self.pcie_gb_s, self.cpu_gb_s, dram_gb_s, self.disk_gb_s, late_us=self.late_us)
 
     def with_rates(self, dram_gb_s: float, disk_gb_s: float) -> "Box":
         """The same box with another memory and disk. A faster memory is of use as far as the processor keeps up."""

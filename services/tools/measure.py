@@ -6,6 +6,7 @@ In seconds, not minutes: a plan needs them within some percent. Owns the measuri
 import ctypes
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ PASSES = 3
 READ_BYTES = 1 << 30  # of RAM; several times any cache of a home PC
 BLOCKS = 160  # half a gigabyte of experts
 STEPS = 24
+READ_ROUNDS = 6
 COPY_BYTES = 256 << 20
 
 
@@ -68,6 +70,47 @@ def cpu_gb_s(
             return int(STEPS * top_k * Method.CPU.expert_bytes(shape))
 
         return best_gb_s(steps)
+    finally:
+        host.close()
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Of missing blocks, in nanoseconds: each, where many are missing; what a layer that misses any waits beside; and
+    computing the last one, alone."""
+
+    read_ns: float
+    late_ns: float
+    alone_ns: float
+
+
+def reads(host: Host, x: torch.Tensor, top_k: int) -> Reads:
+    """By steps of layer 0, of whose experts `host` must hold none, and have room for READ_ROUNDS * (top_k + 1)."""
+
+    def step_ns(first: int, count: int) -> float:
+        ids = torch.arange(first, first + count, dtype=torch.int32).view(1, -1)
+        begun = time.perf_counter_ns()
+        host.step(0, ids, torch.ones(1, count), x)
+        return time.perf_counter_ns() - begun
+
+    many, one, none = [], [], []
+    before = host.counters()["misses"]
+    rounds = min(READ_ROUNDS, host.shape[1] // (top_k + 1))
+    for first in range(0, rounds * (top_k + 1), top_k + 1):
+        many.append(step_ns(first, top_k))
+        one.append(step_ns(first + top_k, 1))
+        none.append(step_ns(first + top_k, 1))
+    assert host.counters()["misses"] - before == rounds * (top_k + 1)
+    one_ns, alone_ns = float(np.median(one)), float(np.median(none))
+    read_ns = (float(np.median(many)) - one_ns) / (top_k - 1)
+    return Reads(read_ns, max(0.0, one_ns - alone_ns - read_ns), alone_ns)
+
+
+def late_us(workers: Workers, catalog: Catalog, blocks: SyntheticBlocks, shape: Shape, readers: int) -> float:
+    """Of the disk that holds `catalog`: predict.py's Rates."""
+    host = Host(catalog, workers, slots=blocks.experts, readers=readers, prefetch="off")
+    try:
+        return reads(host, blocks.inputs(1, seed=1), shape.experts_per_token).late_ns / 1e3
     finally:
         host.close()
 

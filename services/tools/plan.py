@@ -15,16 +15,17 @@ from pathlib import Path
 from kernels.workers.pool import Workers, default_threads
 from services.engine.experts.store import Store
 from services.engine.gpu import ledger as vram
+from services.engine.gpu.plan import CHUNKS
 from services.engine.model_config import ModelConfig
 from services.tools import figures, measure
 from services.tools.forecast import decode, first_token, hit_rate, upgrades
 from services.tools.hardware import CARDS, Box, Card, box
-from services.tools.predict import GB, Method, Shape, Token
+from services.tools.predict import GB, Method, Rates, Shape, Token
 from services.tools.ram_ledger import PlanError, RamLedger, RamWanted, ram_ledger
 from services.tools.synthetic_shapes import SUPER, dense_layout
 
 WORTH = 1.02  # an upgrade that gives less is none
-PROMPTS = (40, 512, 2048, 8192)
+PROMPTS = (40, 512, 2048, 8192, 32768)
 OSRELEASE = Path("/proc/sys/kernel/osrelease")
 GIB_IN_GB = 2**30 / GB  # RAM is sold in GiB
 
@@ -84,16 +85,17 @@ def run(args: argparse.Namespace) -> int:
     for line in machine_lines(corners):
         print(line)
     print(f"\nGraphics memory, {args.sequences} sequences of {args.context} tokens")
-    asked = vram.Wanted(args.sequences, args.context)
-    print(vram.require(config, dense, asked, corners[0].card.vram_mib * vram.MIB))
+    budget_bytes = corners[0].card.vram_mib * vram.MIB
+    asked = with_chunk(config, dense, vram.Wanted(args.sequences, args.context), budget_bytes)
+    print(vram.require(config, dense, asked, budget_bytes))
     print(f"\nRAM\n{ram}")
     print(f"\nSettings\n{settings(ram, args)}")
     print(f"\nA token, {100 * hits:.1f} % of the experts found in RAM (a replay of made-up routing)")
     tokens = [(corner, decode(shape, corner, Method.SPLIT, hits)) for corner in corners]
     for line in token_table(tokens):
         print(line)
-    print("\nA first token, seconds at the slowest and the fastest of these")
-    for line in first_token_table(shape, corners, ram.cache_gb * GB / (shape.blocks * shape.block_bytes)):
+    share = ram.cache_gb * GB / (shape.blocks * shape.block_bytes)
+    for line in first_token_table(shape, corners, share, asked.chunk_tokens, tokens[0][1]):
         print(line)
     print(f"\nWhat would help, from {tokens[0][1].tok_s:.1f} tok/s")
     for upgrade in upgrades(shape, corners[0], ram.cache_gb):
@@ -109,6 +111,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def with_chunk(config: ModelConfig, dense: vram.Layout, asked: vram.Wanted, budget_bytes: int) -> vram.Wanted:
+    """As much of a prompt at once as there is room for, as the engine chooses it."""
+    tried = (replace(asked, chunk_tokens=chunk) for chunk in CHUNKS)
+    fits = (wanted for wanted in tried if vram.ledger(config, dense, wanted).total_bytes <= budget_bytes)
+    return next(fits, asked)
+
+
 def shape_of(config: ModelConfig, dense_bytes: int) -> Shape:
     return Shape(
         dense_bytes=dense_bytes,
@@ -118,6 +127,8 @@ def shape_of(config: ModelConfig, dense_bytes: int) -> Shape:
         latent=config.latent_size,
         width=config.expert_width,
         block_bytes=config.block.block_bytes,
+        mamba_layers=len(config.mamba_layers),
+        attended=len(config.attention_layers) * config.attention_heads * config.head_dim,
     )
 
 
@@ -147,14 +158,15 @@ def measured(args: argparse.Namespace, shape: Shape, config: ModelConfig) -> Box
         folder = Path(tempfile.gettempdir())
     blocks, catalog, path = measure.synthetic(folder, config.block)
     try:
-        disk = 0.0 if args.disk else measure.disk_gb_s(catalog)[0]
+        disk, depth = (0.0, 0) if args.disk else measure.disk_gb_s(catalog)
+        late_us = measure.late_us(workers, catalog, blocks, shape, depth) if depth else Rates.late_us
         cpu = measure.cpu_gb_s(workers, catalog, blocks, shape)
     finally:
         path.unlink()
     dram = max(measure.dram_gb_s(workers), cpu)
     card, vram_gb_s, pcie_gb_s = found or (Card("none", 0, 0, (0, 0), 0), 1.0, 1.0)
     ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Box(card, ram_bytes / GB, vram_gb_s, pcie_gb_s, cpu, dram, disk, measured=True)
+    return Box(card, ram_bytes / GB, vram_gb_s, pcie_gb_s, cpu, dram, disk, measured=True, late_us=late_us)
 
 
 def machine_lines(corners: list[Box]) -> list[str]:
@@ -197,11 +209,15 @@ def token_table(tokens: list[tuple[Box, Token]]) -> Iterator[str]:
         )
 
 
-def first_token_table(shape: Shape, corners: list[Box], share: float) -> Iterator[str]:
-    yield (
-        "  tokens   " + "".join(f"{name:>9}" for name in ("disk", "PCIe", "compute", "dense", "in all")) + "    fastest"
-    )
+def first_token_table(shape: Shape, corners: list[Box], share: float, chunk: int, slowest: Token) -> Iterator[str]:
+    """Seconds on the slowest of the machines with their parts, and on the fastest in all."""
+    if not chunk:
+        yield f"\nA first token: {slowest.total_ms:.0f} ms for each of a prompt: there is no room to read more at once"
+        return
+    yield f"\nA first token, seconds at the slowest and the fastest of these; {chunk} tokens of a prompt at once"
+    names = ("chunks", "disk", "PCIe", "compute", "the longest", "dense", "in all", "fastest")
+    yield "  tokens   " + "".join(f"{name:>12}" for name in names)
     for tokens in PROMPTS:
-        slow, fast = (first_token(shape, corner, tokens, share) for corner in (corners[0], corners[-1]))
-        parts = (slow.disk_s, slow.pcie_s, slow.compute_s, slow.dense_s, slow.total_s)
-        yield f"  {tokens:<9}" + "".join(f"{part:9.2f}" for part in parts) + f"{fast.total_s:11.2f}"
+        slow, fast = (first_token(shape, corner, tokens, share, chunk) for corner in (corners[0], corners[-1]))
+        parts = (slow.disk_s, slow.pcie_s, slow.compute_s, slow.experts_s, slow.dense_s, slow.total_s, fast.total_s)
+        yield f"  {tokens:<9}{slow.chunks:12}" + "".join(f"{part:12.2f}" for part in parts)

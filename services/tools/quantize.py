@@ -86,6 +86,8 @@ def quantize(
         name = entry.name.removesuffix(".weight")
         modules[name] = form
         tensors |= {f"{name}.{k}": v for k, v in _quantize_linear(entry.read(), form, largest, choose).items()}
+    # As the real model's: the multi-token-prediction block stays in BF16.
+    tensors |= {entry.name: entry.read() for entry in source.mtp.values()}
     if borrowed:
         say(f"{borrowed} expert linears saw no calibration token and take their layer's largest input")
     target.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ HOME = Rates(vram_gb_s=448, pcie_gb_s=28, cpu_gb_s=50, dram_gb_s=65, disk_gb_s=1
 
 def clock_of(shape: Shape, rates: Rates, method: Method, prefetch: str) -> Clock:
     layer = layer_of(shape, rates, method)
-    return Clock(layer.gap_ns, layer.expert_ns, layer.read_ns, layer.overlapped, prefetch)
+    return Clock(layer.gap_ns, layer.expert_ns, layer.read_ns, layer.overlapped, prefetch, late_ns=layer.late_ns)
 
 
 def slots_of(shape: Shape, ram_gb: float) -> int:

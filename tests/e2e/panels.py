@@ -24,22 +24,24 @@ class Query:
     @property
     def promql(self) -> str:
         """As Grafana would send it with every model chosen; the window suits a scrape every second."""
-        return self.text.replace("$__rate_interval", "30s").replace("$model", ".*")
+        return self.text.replace("$__rate_interval", "30s").replace("$__range", "1m").replace("$model", ".*")
 
     def reads(self) -> dict[str, set[str]]:
         """Each metric that it reads, with the labels it picks and groups by. Raises ValueError if it is not PromQL."""
         metrics: dict[str, set[str]] = {}
-        grouped: set[str] = set()
 
-        def visit(node: Any) -> None:
-            if isinstance(node, promql_parser.VectorSelector):
-                picked = {matcher.name for matcher in node.matchers.matchers}
-                metrics[node.name] = metrics.get(node.name, set()) | picked
-            if isinstance(node, promql_parser.AggregateExpr) and node.modifier is not None:
-                grouped.update(node.modifier.labels)
+        def read(tree: Any, grouped: set[str]) -> None:
+            def visit(node: Any) -> None:
+                if isinstance(node, promql_parser.VectorSelector):
+                    picked = {matcher.name for matcher in node.matchers.matchers}
+                    metrics.setdefault(node.name, set()).update(picked | grouped)
+                if isinstance(node, promql_parser.AggregateExpr) and node.modifier is not None:
+                    read(node.expr, grouped | set(node.modifier.labels))
 
-        promql_parser.walk(promql_parser.parse(self.promql), visit)
-        return {name: labels | grouped for name, labels in metrics.items()}
+            promql_parser.walk(tree, visit)
+
+        read(promql_parser.parse(self.promql), set())
+        return metrics
 
 
 def panel_queries(dashboard: Path) -> Iterator[Query]:

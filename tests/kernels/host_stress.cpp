@@ -70,7 +70,7 @@ std::vector<Call> make_calls(const Catalog& catalog, const std::string& path) {
   sound.checksums[DAMAGED] ^= 1;
   std::unique_ptr<Step> step;
   FileDrive drive(path), copy(path);
-  Cache cache(sound, {{&drive, &copy}, "lru", Prefetching::off, LAYERS * EXPERTS, 1, false, false, 0});
+  Cache cache(sound, {{&drive, &copy}, "lru", Prefetching::off, LAYERS * EXPERTS, 1, false, false, 0, Blocks::PIECE_BYTES});
   step = std::make_unique<Step>(sound, cache, workers, *kernels_for(Isa::plain));
   std::mt19937 random(2);
   std::vector<Call> calls(24);
@@ -150,7 +150,7 @@ int main(int, char** arguments) {
     EmulatedDrive copy(carrier_from(bytes.data()), int64_t(bytes.size()), {1e9, 5e8, 20000, 2});
     const char* policies[] = {"layered", "lru", "s3fifo", "layered", "sieve", "lfu", "quota"};
     Cache cache(catalog, {{&drive, &copy}, policies[round % 7], Prefetching(1 + round % 2), slots[round % 4], 1 + round % 3, false, true,
-                          round % 5 ? 0 : 300});
+                          round % 5 ? 0 : 300, round % 3 ? 4096 : Blocks::PIECE_BYTES});
     step = std::make_unique<Step>(catalog, cache, workers, *kernels_for(processor_has(Isa::avx2) ? Isa::avx2 : Isa::plain));
     std::atomic<bool> stop{false};
     std::thread guessing([&] {

@@ -1,5 +1,6 @@
 """Drives: copies on other disks, the emulated drive's timing, and how many reads in flight a drive wants."""
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 from expert_store import BlocksOnDisk, batch, same, write_blocks
 
 from kernels.block import BlockLayout
+from kernels.experts.device.drive import DeviceDrive
 from kernels.experts.host.binding import BlockError, Catalog, Copy, Host, HostError, open_drives, read_rate
 from kernels.experts.host.drives import EmulatedDrive, FileDrive, choose_depth
 from kernels.workers.pool import Workers
@@ -233,3 +235,20 @@ def test_rate_of_a_file(blocks: BlocksOnDisk) -> None:
     assert 0 < rate < 100
     with pytest.raises(RuntimeError, match="cannot be opened"):
         FileDrive(Path("/nonexistent"))
+
+
+def test_a_drive_in_a_cards_memory_is_refused_other_memory() -> None:
+    with pytest.raises(ValueError, match="on cpu"):
+        DeviceDrive(torch.zeros(4096, dtype=torch.uint8), gb_s=1.0)
+
+
+def test_the_host_library_knows_no_device() -> None:
+    """Nothing under host/ includes or imports what is under device/; the other way is how it is meant."""
+    kernels = Path(__file__).parents[2] / "kernels/experts"
+
+    def users(folder: str, used: str) -> list[str]:
+        files = [path for path in (kernels / folder).iterdir() if path.suffix in (".h", ".cpp", ".py")]
+        return [path.name for path in files if re.search(rf"experts[/.]{used}[/.]", path.read_text())]
+
+    assert users("host", "device") == []
+    assert "device_carrier.h" in users("device", "host")

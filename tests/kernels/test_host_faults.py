@@ -13,7 +13,8 @@ import torch
 import xxhash
 from expert_store import LAYOUT, BlocksOnDisk, batch, same, write_blocks
 
-from kernels.experts.host.binding import BlockError, Catalog, Host, HostError
+from kernels.block import PAGE
+from kernels.experts.host.binding import PIECE_BYTES, BlockError, Catalog, Host, HostError
 from kernels.workers.pool import Workers
 
 EXPERTS, TOP_K = 8, 3
@@ -24,10 +25,10 @@ def blocks(tmp_path: Path) -> BlocksOnDisk:
     return write_blocks(tmp_path, 1, EXPERTS)
 
 
-@pytest.fixture
-def host(blocks: BlocksOnDisk) -> Iterator[Host]:
+@pytest.fixture(params=[PIECE_BYTES, PAGE], ids=["in one go", "in pieces"])
+def host(blocks: BlocksOnDisk, request: pytest.FixtureRequest) -> Iterator[Host]:
     workers = Workers(2)
-    host = Host(blocks.catalog(), workers, slots=4, readers=2, poison=True)
+    host = Host(blocks.catalog(), workers, slots=4, readers=2, poison=True, piece_bytes=request.param)
     yield host
     host.check()
     host.close()
@@ -126,11 +127,12 @@ def test_scales_that_are_negative_or_nan_are_refused(tmp_path: Path, code: int) 
     data.tofile(blocks.path)
     catalog = blocks.catalog()
     catalog.checksums[0, 1] = xxhash.xxh64_intdigest(data[LAYOUT.block_bytes :].tobytes())
-    host = Host(catalog, Workers(1), slots=2, readers=1)
-    with pytest.raises(BlockError, match=r"expert 1: .*negative or NaN"):
-        ask(host, 1)
-    assert same(ask(host, 0), expected(blocks, 0))
-    host.close()
+    for piece_bytes in (PIECE_BYTES, PAGE):
+        host = Host(catalog, Workers(1), slots=2, readers=1, piece_bytes=piece_bytes)
+        with pytest.raises(BlockError, match=r"expert 1: .*negative or NaN"):
+            ask(host, 1)
+        assert same(ask(host, 0), expected(blocks, 0))
+        host.close()
 
 
 def test_an_io_error_and_a_filesystem_without_direct_reads(blocks: BlocksOnDisk) -> None:

@@ -87,8 +87,8 @@ def test_the_clock_is_the_formula() -> None:
     """One step at a time on an idle disk: predict.py's layer, whatever is missing."""
     for overlapped in (True, False):
         for read_ns in (10.0, 500.0, 5000.0):
-            layer = Layer(gap_ns=100, expert_ns=70, read_ns=read_ns, overlapped=overlapped)
-            clock = Clock(layer.gap_ns, layer.expert_ns, layer.read_ns, overlapped)
+            layer = Layer(gap_ns=100, expert_ns=70, read_ns=read_ns, overlapped=overlapped, late_ns=40)
+            clock = Clock(layer.gap_ns, layer.expert_ns, layer.read_ns, overlapped, late_ns=layer.late_ns)
             [counts] = replay(one_layer_steps([[0, 1, 2, 3]]), "lru", [9], clock)
             assert counts.decode_ns == layer.time_ns(4, 4)
             [counts] = replay(one_layer_steps([[0, 1, 2, 3], [2, 3, 4, 0], [4, 0, 2, 3]]), "lru", [9], clock)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.engine.experts.store import Store
+from services.engine.gpu import ledger as vram
 from services.tools import measure, plan
 from services.tools.cli import main
 from services.tools.forecast import decode, first_token, hit_rate, upgrades
@@ -15,6 +16,7 @@ from services.tools.hardware import CARDS, PCIE_GB_S, Card, box
 from services.tools.predict import GB, SUPER, Method
 from services.tools.ram_ledger import PlanError, RamWanted, ram_ledger
 from services.tools.synthetic_shapes import SUPER as MODEL
+from services.tools.synthetic_shapes import dense_layout
 
 PUBLISHED = box(CARDS["rtx5060"], 34.4, dram_gb_s=65, disk_gb_s=12)  # PCIe 28 GB/s, DDR5, a Gen5 drive
 ALL_GB = SUPER.blocks * SUPER.block_bytes / GB
@@ -45,6 +47,35 @@ def test_the_published_figures_can_be_missed() -> None:
 def test_the_published_first_token() -> None:
     """About 5 s for 40 tokens."""
     assert first_token(SUPER, PUBLISHED, 40, 20 / ALL_GB, ours=False).total_s == pytest.approx(5.0, rel=0.10)
+
+
+def test_a_first_token_is_its_chunks() -> None:
+    """Of a chunk the slowest counts, beside what is done between the experts; smaller chunks move experts again."""
+    one = first_token(SUPER, PUBLISHED, 2048, 0.3)
+    assert one.total_s == pytest.approx(max(one.disk_s, one.pcie_s, one.compute_s) + one.dense_s)
+    assert one.experts_s == one.disk_s
+    four = first_token(SUPER, PUBLISHED, 8192, 0.3)
+    assert four.chunks == 4
+    assert four.experts_s == pytest.approx(4 * one.experts_s)
+    assert four.dense_s > 4 * one.dense_s, "later tokens look back at more"
+    assert first_token(SUPER, PUBLISHED, 8192, 0.3, chunk=1024).disk_s == pytest.approx(2 * four.disk_s, rel=0.01)
+    there = first_token(SUPER, PUBLISHED, 2048, 1.0)
+    assert (there.disk_s, there.experts_s) == (0, there.pcie_s)
+    apart = first_token(SUPER, PUBLISHED, 2048, 0.3, ours=False)
+    assert apart.experts_s == pytest.approx(one.disk_s + one.pcie_s + one.compute_s)
+
+
+def test_how_much_of_a_prompt_is_read_at_once() -> None:
+    """As the ledger has room: less of it, then none."""
+    dense = dense_layout(MODEL)
+    asked = vram.Wanted(1, 16384)
+    need = vram.ledger(MODEL, dense, asked).total_bytes
+    chunks = [plan.with_chunk(MODEL, dense, asked, need + mib * vram.MIB).chunk_tokens for mib in (4000, 200, 0)]
+    assert chunks[0] == 2048 > chunks[1] > chunks[2] == 0
+    token = decode(SUPER, PUBLISHED, Method.SPLIT, 0.9)
+    [line] = plan.first_token_table(SUPER, [PUBLISHED], 0.3, 0, token)
+    assert f"{token.total_ms:.0f} ms for each" in line
+    assert len(list(plan.first_token_table(SUPER, [PUBLISHED], 0.3, chunks[1], token))) == 2 + len(plan.PROMPTS)
 
 
 def test_ours_on_that_box() -> None:

@@ -1,5 +1,7 @@
 """The formula of a token's time, by hand on small numbers, and against what was published."""
 
+from dataclasses import replace
+
 import pytest
 
 from services.tools.predict import SUPER, Method, Rates, Shape, layer_of, token
@@ -7,7 +9,7 @@ from services.tools.predict import SUPER, Method, Rates, Shape, layer_of, token
 SMALL = Shape(
     dense_bytes=4000, moe_layers=2, experts=8, experts_per_token=4, latent=32, width=16, block_bytes=1000, alive=0.5
 )
-RATES = Rates(vram_gb_s=1, pcie_gb_s=2, cpu_gb_s=3, dram_gb_s=4, disk_gb_s=0.5, handoff_us=1)
+RATES = Rates(vram_gb_s=1, pcie_gb_s=2, cpu_gb_s=3, dram_gb_s=4, disk_gb_s=0.5, handoff_us=1, late_us=0)
 # RTX 5060 8 GB, PCIe 5.0 x8, two channels of DDR5, a Gen5 drive; the published engine.
 PUBLISHED = Rates(vram_gb_s=448, pcie_gb_s=28, cpu_gb_s=50, dram_gb_s=65, disk_gb_s=12)
 
@@ -39,8 +41,18 @@ def test_a_layer_by_hand() -> None:
     expert_ns = layer.expert_ns
     assert layer.time_ns(4, 0) == 3000 + 4 * expert_ns
     assert layer.time_ns(4, 2) == 3000 + 4000 + expert_ns  # the disk is slower, the last one is computed at the end
-    fast = layer_of(SMALL, Rates(1, 2, 3, 4, 1000, 1), Method.CPU)
+    fast = layer_of(SMALL, replace(RATES, disk_gb_s=1000), Method.CPU)
     assert fast.time_ns(4, 2) == 3000 + 4 * expert_ns  # reads behind the experts that are there
+
+
+def test_a_late_block_by_hand() -> None:
+    """By the processor alone, and never before it is whole and checked; the published methods hint."""
+    late = replace(RATES, late_us=7)
+    layer = layer_of(SMALL, late, Method.SPLIT)
+    alone_ns = Method.CPU.expert_bytes(SMALL) / 3
+    assert layer.time_ns(4, 2) == pytest.approx(3000 + 4000 + 7000 + alone_ns)
+    assert layer.time_ns(4, 0) == 3000 + 4 * layer.expert_ns
+    assert layer_of(SMALL, late, Method.COPY) == layer_of(SMALL, RATES, Method.COPY)
 
 
 def test_a_token_is_its_layers() -> None:

@@ -1,5 +1,7 @@
-// A GPU's memory as what an emulated drive keeps its bytes in: the copy engine writes the reader's slot, as a drive's
-// controller would. Owns a stream for each thread that reads, for the life of the carrier.
+// The copy engine writes the reader's slot, as a drive's controller would. Owns a stream for each thread that reads, for the life
+// of the carrier.
+
+#include "kernels/experts/device/device_carrier.h"
 
 #include <mutex>
 #include <stdexcept>
@@ -7,7 +9,6 @@
 #include <unordered_map>
 
 #include "kernels/experts/device/cuda_driver.h"
-#include "kernels/experts/host/emulated_drive.h"
 
 namespace thimble {
 namespace {

@@ -17,8 +17,8 @@ import triton
 
 from kernels.experts import handoff
 from kernels.experts.decode_step import ExpertStep
+from kernels.experts.device.drive import current_context
 from kernels.experts.host.binding import Host
-from kernels.experts.host.drives import current_context
 from kernels.experts.host.replay import hinted
 from kernels.workers.pool import native
 

@@ -44,8 +44,8 @@ const Catalog& catalog_of(void* host) { return host_of(host).catalog; }
 
 // Null with a message if it cannot be had. The workers and the drives must outlive the host.
 THIMBLE_API void* thimble_host_open(void* workers, int isa, const CatalogView* view, const char* policy, int prefetch,
-                                    int slots, int readers, int lock_memory, int poison, int read_delay_us, char* message,
-                                    int64_t message_bytes) {
+                                    int slots, int readers, int lock_memory, int poison, int read_delay_us, int64_t piece_bytes,
+                                    char* message, int64_t message_bytes) {
   try {
     const Kernels* kernels = kernels_for(Isa(isa));
     if (!kernels) {
@@ -54,8 +54,8 @@ THIMBLE_API void* thimble_host_open(void* workers, int isa, const CatalogView* v
     }
     auto host = std::make_unique<Host>();
     host->catalog = catalog_from(*view);
-    const CacheOptions options{drives_of(*view), policy,           Prefetching(prefetch), slots,
-                               readers,          lock_memory != 0, poison != 0,           read_delay_us};
+    const CacheOptions options{drives_of(*view), policy,      Prefetching(prefetch), slots,      readers,
+                               lock_memory != 0, poison != 0, read_delay_us,         piece_bytes};
     host->cache = std::make_unique<Cache>(host->catalog, options);
     host->step = std::make_unique<Step>(host->catalog, *host->cache, *static_cast<Workers*>(workers), *kernels);
     return host.release();

@@ -24,6 +24,7 @@ from kernels.experts.reference import MOST_INPUTS, check_scales
 from kernels.workers.pool import Workers, isa_number, native
 
 PREFETCH = ("off", "on", "auto")  # the numbers of trial.h's Prefetching
+PIECE_BYTES = 400 << 10  # blocks.h's
 _MESSAGE_BYTES = 2000
 
 
@@ -119,7 +120,7 @@ def _library() -> ctypes.CDLL:
     arrays = (pointer, pointer, pointer, pointer)
     lib.thimble_host_open.restype = pointer
     lib.thimble_host_open.argtypes = (
-        *(pointer, number, ctypes.POINTER(_View), text, number, number, number, number, number, number),
+        *(pointer, number, ctypes.POINTER(_View), text, number, number, number, number, number, number, ctypes.c_int64),
         *message,
     )
     lib.thimble_drives_rate.restype = ctypes.c_double
@@ -164,7 +165,8 @@ class Host:
     """Slots, readers and the steps that use them. `step` by one thread at a time; `prefetch` and the rest beside it.
 
     `drives` are the catalog's file and its copies, in that order, or what stands for them in a benchmark; other hosts
-    may share them. `poison` overwrites evicted blocks and `read_delay_us` slows every read: both are for tests.
+    may share them. Blocks are read in pieces of about `piece_bytes`, whole pages. `poison` overwrites evicted blocks
+    and `read_delay_us` slows every read: both are for tests.
     """
 
     def __init__(
@@ -180,6 +182,7 @@ class Host:
         lock_memory: bool = False,
         poison: bool = False,
         read_delay_us: int = 0,
+        piece_bytes: int = PIECE_BYTES,
         drives: Sequence[Drive] | None = None,
     ) -> None:
         if slots < 1 or readers < 1:
@@ -200,6 +203,7 @@ class Host:
             lock_memory,
             poison,
             read_delay_us,
+            max(PAGE, piece_bytes),
             *self._text(),
         )
         if not self._handle:

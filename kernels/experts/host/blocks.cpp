@@ -1,17 +1,20 @@
 #include "kernels/experts/host/blocks.h"
 
+#include <algorithm>
 #include <chrono>
+#include <memory>
+#include <numeric>
 #include <random>
 #include <system_error>
 #include <thread>
 #include <utility>
 
 #include "kernels/experts/host/arena.h"
-#include "kernels/experts/host/xxh64.h"
 
 namespace thimble {
 namespace {
 
+constexpr int64_t PAGE = 4096;
 const char* const CHANGED = "the checksum does not match";
 
 // The kernels take a scale's code as an unsigned number: a set sign bit or NaN would be a wrong number, not a crash.
@@ -27,40 +30,128 @@ std::string Catalog::name(int key) const {
   return "MoE layer " + std::to_string(key / experts) + ", expert " + std::to_string(key % experts);
 }
 
-Blocks::Blocks(const Catalog& catalog, std::vector<Drive*> drives)
-    : catalog_(catalog), drives_(std::move(drives)), in_flight_(drives_.size()) {}
+Blocks::Blocks(const Catalog& catalog, std::vector<Drive*> drives, int64_t piece_bytes)
+    : catalog_(catalog), drives_(std::move(drives)),
+      pieces_(int((catalog.shape.block_bytes + piece_bytes - 1) / piece_bytes)), in_flight_(drives_.size()) {}
 
-std::string Blocks::read(int key, uint8_t* to) {
-  const int first = choose(key, -1), second = choose(key, first);
-  const std::string wrong = attempt(key, first, to);
-  if (wrong.empty()) return "";
-  const std::string again = attempt(key, second, to);
-  if (!again.empty())
-    return catalog_.name(key) + ": " + drives_[size_t(second)]->name() + ": " + again +
-           (again == CHANGED ? ", twice: the bytes on disk have changed; run thimble repack again" : "");
+// Whole pages, so that a drive takes it and the checksum's stripes are whole.
+int64_t Blocks::piece_begin(int piece) const { return catalog_.shape.block_bytes / PAGE * piece / pieces_ * PAGE; }
+
+void Blocks::begin(int key, uint8_t* to, Arrival* arrival) {
+  arrival->key_ = key;
+  arrival->drive_ = choose(key, -1);
+  arrival->to_ = to;
+  arrival->here_.assign(size_t(pieces_), false);
+  in_flight_[size_t(arrival->drive_)]++;
+}
+
+bool Blocks::read_piece(Arrival& arrival, int piece, std::string* error) {
+  const int64_t begin = piece_begin(piece), bytes = piece_begin(piece + 1) - begin;
+  const size_t drive = size_t(arrival.drive_);
+  const int64_t from = catalog_.offsets[drive][size_t(arrival.key_)] + begin;
+  const std::string wrong = drives_[drive]->read(from, bytes, arrival.to_ + begin);
+  {
+    std::unique_lock<std::mutex> lock(arrival.mutex_);
+    if (arrival.wrong_.empty()) arrival.wrong_ = wrong;
+    arrival.here_[size_t(piece)] = true;
+    if (arrival.checking_) return false;  // by a thread that goes on with this piece
+    arrival.checking_ = true;
+    while (arrival.checked_ < pieces_ && arrival.here_[size_t(arrival.checked_)]) {
+      const bool worth = arrival.wrong_.empty();
+      lock.unlock();
+      if (worth) check(arrival.checked_, arrival);
+      lock.lock();
+      arrival.checked_++;
+    }
+    arrival.checking_ = false;
+    if (arrival.checked_ < pieces_) return false;
+  }
+  in_flight_[drive]--;
+  if (arrival.wrong_.empty()) arrival.wrong_ = verdict(arrival);
+  *error = arrival.wrong_.empty() ? "" : again(arrival);
+  return true;
+}
+
+// By the one thread that checks, without the lock.
+void Blocks::check(int piece, Arrival& arrival) const {
+  const Shape& shape = catalog_.shape;
+  const int64_t begin = piece_begin(piece), end = piece_begin(piece + 1);
+  arrival.sum_.add(arrival.to_ + begin, uint64_t(end - begin));
+  const int64_t down_scales_end = shape.down_scales + int64_t(shape.width) / GROUP * shape.latent;
+  for (const auto& [first, last] : {std::pair{int64_t(shape.up_scales), int64_t(shape.down_values)},
+                                    std::pair{int64_t(shape.down_scales), down_scales_end}}) {
+    const int64_t from = std::max(begin, first), until = std::min(end, last);
+    if (from < until && has_bad_scale(arrival.to_ + from, until - from)) arrival.bad_scale_ = true;
+  }
+}
+
+std::string Blocks::verdict(const Arrival& arrival) const {
+  if (arrival.sum_.end() != catalog_.checksums[size_t(arrival.key_)]) return CHANGED;
+  return arrival.bad_scale_ ? "a block scale is negative or NaN; run thimble repack again" : "";
+}
+
+// What did not come right, once more and in one go. Empty, or what is wrong for good.
+std::string Blocks::again(const Arrival& first) {
+  const size_t drive = size_t(choose(first.key_, first.drive_)), key = size_t(first.key_);
+  Arrival second;
+  second.to_ = first.to_;
+  second.key_ = first.key_;
+  in_flight_[drive]++;
+  std::string wrong = drives_[drive]->read(catalog_.offsets[drive][key], catalog_.shape.block_bytes, first.to_);
+  in_flight_[drive]--;
+  if (wrong.empty()) {
+    for (int piece = 0; piece < pieces_; piece++) check(piece, second);
+    wrong = verdict(second);
+  }
+  if (!wrong.empty())
+    return catalog_.name(first.key_) + ": " + drives_[drive]->name() + ": " + wrong +
+           (wrong == CHANGED ? ", twice: the bytes on disk have changed; run thimble repack again" : "");
   std::lock_guard<std::mutex> lock(notices_);
   if (!std::exchange(told_, true))
-    notice_ = catalog_.name(key) + " had to be read again, " + drives_[size_t(first)]->name() + ": " + wrong +
-              "; the second read was good. The disk or its cable may be failing (this is said once)";
+    notice_ = catalog_.name(first.key_) + " had to be read again, " + drives_[size_t(first.drive_)]->name() + ": " +
+              first.wrong_ + "; the second read was good. The disk or its cable may be failing (this is said once)";
   return "";
 }
 
 double Blocks::rate(int depth, int64_t limit_ns, uint32_t seed) {
   using Clock = std::chrono::steady_clock;
-  const auto begun = Clock::now(), until = begun + std::chrono::nanoseconds(limit_ns);
-  std::atomic<int64_t> reads{0};
-  std::vector<std::thread> threads;
+  struct Reading {
+    Arrival arrival;
+    int number;  // of its memory
+  };
   std::string unlocked;
   Arena arena(depth, catalog_.shape.block_bytes, false, &unlocked);  // memory as the slots are: its pages make a difference
-  const auto read_some = [&](int number) {
-    std::mt19937 random(seed * 1000 + uint32_t(number));
+  std::mutex mutex;  // guards what follows
+  std::mt19937 random(seed);
+  std::vector<int> free(static_cast<size_t>(depth));
+  std::iota(free.begin(), free.end(), 0);
+  std::shared_ptr<Reading> current;
+  int next = pieces_;
+  int64_t reads = 0;
+  const auto begun = Clock::now(), until = begun + std::chrono::nanoseconds(limit_ns);
+  const auto read_some = [&] {
+    std::unique_lock<std::mutex> lock(mutex);
     do {
-      read(int(random() % uint32_t(catalog_.keys())), arena.slot(number));
-      reads++;
-    } while (Clock::now() < until);
+      if (next == pieces_) {  // every block that is not over has a thread at work on it: there is memory for one more
+        current = std::make_shared<Reading>();
+        current->number = free.back();
+        free.pop_back();
+        begin(int(random() % uint32_t(catalog_.keys())), arena.slot(current->number), &current->arrival);
+        next = 0;
+      }
+      const auto mine = current;
+      const int piece = next++;
+      lock.unlock();
+      std::string error;
+      const bool over = read_piece(mine->arrival, piece, &error);
+      lock.lock();
+      if (over) free.push_back(mine->number);
+      reads += over;
+    } while (next < pieces_ || Clock::now() < until);
   };
+  std::vector<std::thread> threads;
   try {
-    for (int number = 0; number < depth; number++) threads.emplace_back(read_some, number);
+    for (int number = 0; number < depth; number++) threads.emplace_back(read_some);
   } catch (const std::system_error&) {  // fewer threads are a slower rate, which is an answer too
   }
   for (auto& thread : threads) thread.join();
@@ -89,22 +180,6 @@ int Blocks::choose(int key, int but) const {
     if (chosen == but || in_flight_[size_t(drive)].load() < in_flight_[size_t(chosen)].load()) chosen = drive;
   }
   return chosen;
-}
-
-std::string Blocks::attempt(int key, int drive, uint8_t* to) {
-  const Shape& shape = catalog_.shape;
-  in_flight_[size_t(drive)]++;
-  const std::string wrong =
-      drives_[size_t(drive)]->read(catalog_.offsets[size_t(drive)][size_t(key)], shape.block_bytes, to);
-  in_flight_[size_t(drive)]--;
-  if (!wrong.empty()) return wrong;
-  if (xxh64(to, uint64_t(shape.block_bytes)) != catalog_.checksums[size_t(key)])
-    return CHANGED;
-  const int64_t down_scale_bytes = int64_t(shape.width) / GROUP * shape.latent;
-  if (has_bad_scale(to + shape.up_scales, shape.down_values - shape.up_scales) ||
-      has_bad_scale(to + shape.down_scales, down_scale_bytes))
-    return "a block scale is negative or NaN; run thimble repack again";
-  return "";
 }
 
 }  // namespace thimble

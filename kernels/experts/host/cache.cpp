@@ -15,6 +15,9 @@ namespace {
 // A hint often comes just before the step whose own blocks are read first; if no step follows, it is taken up after this.
 constexpr auto HINT_WAITS = std::chrono::milliseconds(100);
 constexpr int POISON = 0xAB;
+// Pieces of hinted blocks that are under way at once, and hints that are begun beside blocks that somebody waits for: enough to
+// keep a drive busy, few enough for the next layer's blocks not to wait for long.
+constexpr int AHEAD = 5, BESIDE = 2;
 
 std::unique_ptr<Policy> policy_named(const std::string& name, PolicySizes sizes) {
   auto policy = make_policy(name.c_str(), sizes);
@@ -28,7 +31,7 @@ Cache::Cache(const Catalog& catalog, const CacheOptions& options)
     : catalog_(catalog),
       options_(options),
       arena_(options.slots, catalog.shape.block_bytes, options.lock_memory, &notice_),
-      blocks_(catalog, options.drives),
+      blocks_(catalog, options.drives, options.piece_bytes),
       table_(arena_.slots(), catalog.keys(),
              policy_named(options.policy, {arena_.slots(), catalog.layers, catalog.experts})),
       hints_(catalog.layers),
@@ -85,8 +88,9 @@ Cache::Found Cache::demand(Key key, Why why, bool alone, Waiter* waiter, int tag
     if (const Slot* slot = table_.find(key)) {
       table_.lease(key, lease, why);
       if (slot->state == State::ready) return Found::ready;
+      hurry(lease->slot, Source::step);
     } else if (load(key, alone ? Why::demand : why, lease)) {
-      demands_.push_back({key, *lease, Source::step});
+      begin(key, *lease, Source::step);
     } else {
       room_waiter_ = waiter;
       return Found::no_room;
@@ -147,11 +151,14 @@ void Cache::prefetch(int layer, const Key* keys, size_t count) {
 
 // Under the lock, as all of the following. One reader is left for what may be demanded next.
 bool Cache::a_reader_stays_free() const {
-  return reading(Source::hint) + reading(Source::expected) + reading(Source::warm) < std::max(1, options_.readers - 1);
+  return under_way(Source::hint) + under_way(Source::expected) + under_way(Source::warm) < std::max(1, options_.readers - 1);
 }
 
 bool Cache::may_prefetch() const {
-  return !hints_.empty() && !hints_stuck_ && step_needs_nothing() && reading(Source::feed) == 0 && a_reader_stays_free();
+  if (hints_.empty() || hints_stuck_ || reading(Source::feed) || under_way(Source::hint) >= AHEAD || !a_reader_stays_free())
+    return false;
+  const bool all_begun = !demanding_ && !room_waiter_ && waiting_[size_t(Source::step)].empty();
+  return step_needs_nothing() || (all_begun && reading(Source::hint) < BESIDE);
 }
 
 // Not while a feed reads either: the last of its blocks would come later.
@@ -217,12 +224,10 @@ int Cache::slots_used() const {
 std::string Cache::check() const {
   std::lock_guard<std::mutex> lock(mutex_);
   std::string wrong = table_.check();
-  int loading = 0, reading = 0;
-  for (const int reads : reading_) reading += reads;
+  int loading = 0;
   for (int slot = 0; slot < table_.size(); slot++) loading += table_.at(slot).state == State::loading;
-  if (wrong.empty() && loading != reading + int(demands_.size()))
-    wrong = std::to_string(loading) + " slots are loading, but " + std::to_string(reading) + " reads are under way and " +
-            std::to_string(demands_.size()) + " wait";
+  if (wrong.empty() && loading != int(reads_.size()))
+    wrong = std::to_string(loading) + " slots are loading, but " + std::to_string(reads_.size()) + " reads wait or are under way";
   return wrong;
 }
 
@@ -244,84 +249,139 @@ bool Cache::load(Key key, Why why, Lease* lease, bool for_feed) {
 
 void Cache::read_forever() {
   std::unique_lock<std::mutex> lock(mutex_);
-  Read read;
-  while (next_read(lock, &read)) fill(read, lock);
+  while (Read* read = next_read(lock)) read_piece(*read, lock);
 }
 
-// Waits for something to read. False when the cache is closing; blocks still demanded then have nobody who waits for them.
-bool Cache::next_read(std::unique_lock<std::mutex>& lock, Read* read) {
+// Waits for a block with a piece to read. Null when the cache is closing; blocks still demanded then have nobody who waits for
+// them.
+Cache::Read* Cache::next_read(std::unique_lock<std::mutex>& lock) {
   while (!stopping_) {
-    if (!demands_.empty()) {
-      *read = demands_.front();
-      demands_.pop_front();
-      return true;
-    }
-    const bool hinted = may_prefetch();
-    if (may_feed()) {
-      if (take_missing(read)) return true;
-    } else if (hinted && hints_from_ <= Clock::now()) {
-      if (take_hint(read)) return true;
-    } else if (may_expect()) {
-      if (take_expected(read)) return true;
-    } else if (may_warm()) {
-      if (take_warm(read)) return true;
-    } else if (hinted) {
+    if (Read* read = next_waiting()) return read;
+    if (begin_something()) continue;
+    idle_++;
+    if (may_prefetch())
       work_.wait_until(lock, hints_from_);
-    } else {
+    else
       work_.wait(lock);
-    }
+    idle_--;
   }
-  return false;
+  return nullptr;
+}
+
+Cache::Read* Cache::next_waiting() const {
+  for (size_t urgency = 0; urgency < SOURCES; urgency++) {
+    if (waiting_[urgency].empty()) continue;
+    const bool ahead = Source(urgency) > Source::feed;
+    if (ahead && may_feed()) return nullptr;  // whose blocks are yet to be begun
+    if (Source(urgency) == Source::hint && under_way(Source::hint) >= AHEAD) continue;
+    return !ahead || a_reader_stays_free() ? waiting_[urgency].front() : nullptr;
+  }
+  return nullptr;
+}
+
+// False if there is nothing to begin now. True says only that it is worth looking again.
+bool Cache::begin_something() {
+  if (may_feed())
+    take_missing();
+  else if (may_prefetch() && hints_from_ <= Clock::now())
+    take_hint();
+  else if (may_expect())
+    take_expected();
+  else if (may_warm())
+    take_warm();
+  else
+    return false;
+  return true;
+}
+
+void Cache::begin(Key key, const Lease& lease, Source source) {
+  Read& read = reads_.emplace_back(key, lease, source);
+  reading_[size_t(source)]++;
+  waiting(source).push_back(&read);
+}
+
+// A block on its way, for somebody who needs it more than whoever it was begun for.
+void Cache::hurry(int slot, Source urgency) {
+  const auto read = std::find_if(reads_.begin(), reads_.end(), [&](const Read& each) { return each.lease.slot == slot; });
+  assert(read != reads_.end());
+  if (read->urgency <= urgency) return;
+  auto& before = waiting(read->urgency);
+  if (const auto at = std::find(before.begin(), before.end(), &*read); at != before.end()) {
+    before.erase(at);
+    waiting(urgency).push_back(&*read);
+  }
+  reading_[size_t(read->urgency)]--;
+  reading_[size_t(urgency)]++;
+  read->urgency = urgency;
 }
 
 // Turns the first hint into a read, unless the block is here by now. If no slot can be had for it, hints wait for one.
-bool Cache::take_hint(Read* read) {
+void Cache::take_hint() {
   const Key key = hints_.front();
-  if (table_.find(key)) {
-    hints_.pop();
-    return false;
+  Lease lease;
+  if (!table_.find(key)) {
+    hints_stuck_ = !load(key, Why::prefetch, &lease);
+    if (hints_stuck_) return;
+    begin(key, lease, Source::hint);
   }
-  *read = {key, {}, Source::hint};
-  hints_stuck_ = !load(key, Why::prefetch, &read->lease);
-  if (!hints_stuck_) hints_.pop();
-  return !hints_stuck_;
+  hints_.pop();
 }
 
 // The lease is the cache's own, until the block is there. When slots run out the rest is left where it is.
-bool Cache::take_warm(Read* read) {
+void Cache::take_warm() {
   if (!table_.free()) {
     warm_.clear();
-    if (!reading(Source::warm)) table_.used_before(std::exchange(warm_order_, {}));
-    return false;
+    if (!reading_warm_) table_.used_before(std::exchange(warm_order_, {}));
+    return;
   }
   const Key key = warm_.front();
   warm_.pop_front();
-  if (table_.find(key)) return false;
-  *read = {key, {}, Source::warm};
-  return load(key, Why::warm, &read->lease);
+  Lease lease;
+  if (table_.find(key) || !load(key, Why::warm, &lease)) return;
+  reading_warm_++;
+  begin(key, lease, Source::warm);
 }
 
-// Called and left with the lock, which is open while the disk is read and while waiters are told.
-void Cache::fill(const Read& read, std::unique_lock<std::mutex>& lock) {
-  reading_[size_t(read.source)]++;
+// Called and left with the lock, which is open while the disk is read.
+void Cache::read_piece(Read& read, std::unique_lock<std::mutex>& lock) {
+  const int piece = read.begun++;
+  if (piece == 0) blocks_.begin(read.key, arena_.slot(read.lease.slot), &read.arrival);
+  if (read.begun == blocks_.pieces()) {
+    auto& line = waiting(read.urgency);
+    line.erase(std::find(line.begin(), line.end(), &read));
+  }
+  const size_t source = size_t(read.source);
+  pieces_[source]++;
+  if (idle_ && (next_waiting() || may_read_more())) work_.notify_one();  // who takes the next piece wakes the next reader
   lock.unlock();
-  const std::string error = blocks_.read(read.key, arena_.slot(read.lease.slot));
-  if (options_.read_delay_us) std::this_thread::sleep_for(std::chrono::microseconds(options_.read_delay_us));
+  std::string error;
+  const bool over = blocks_.read_piece(read.arrival, piece, &error);
+  if (over && options_.read_delay_us) std::this_thread::sleep_for(std::chrono::microseconds(options_.read_delay_us));
   lock.lock();
-  reading_[size_t(read.source)]--;
+  pieces_[source]--;
+  if (over) arrived(read, error, lock);
+}
+
+// The same; the lock is open while waiters are told. The read is no more after it.
+void Cache::arrived(Read& read, const std::string& error, std::unique_lock<std::mutex>& lock) {
+  const Key key = read.key;
+  const Lease lease = read.lease;
+  const bool demanded = read.urgency <= Source::feed, warm = read.source == Source::warm;
+  (read.source <= Source::feed ? counts_.demand_read_bytes : counts_.prefetch_read_bytes) += catalog_.shape.block_bytes;
+  reading_[size_t(read.urgency)]--;
+  reads_.remove_if([&](const Read& each) { return &each == &read; });
   unstick();
-  (read.demanded() ? counts_.demand_read_bytes : counts_.prefetch_read_bytes) += catalog_.shape.block_bytes;
-  const bool expected = table_.arrived(read.lease, error.empty());
+  const bool expected = table_.arrived(lease, error.empty());
   assert(expected);
   (void)expected;
-  const bool warm = read.source == Source::warm;
-  if (warm && error.empty()) table_.release(read.lease);
-  if (warm && warm_.empty() && !reading(Source::warm)) table_.used_before(std::exchange(warm_order_, {}));
-  const Answer answer = std::exchange(answers_[size_t(read.lease.slot)], Answer{});
-  const bool fed = feed_.arrived(read.lease, read.key, error);
+  if (warm && error.empty()) table_.release(lease);
+  reading_warm_ -= warm;
+  if (warm && warm_.empty() && !reading_warm_) table_.used_before(std::exchange(warm_order_, {}));
+  const Answer answer = std::exchange(answers_[size_t(lease.slot)], Answer{});
+  const bool fed = feed_.arrived(lease, key, error);
   // Room can have come about only if nobody leases what arrived.
   Waiter* const waits_for_room = (answer.waiter || fed) && error.empty() ? nullptr : std::exchange(room_waiter_, nullptr);
-  const bool more = read.demanded() && may_read_more();
+  const bool more = demanded && may_read_more();
   lock.unlock();
   if (more) work_.notify_all();
   if (fed) fed_.notify_one();

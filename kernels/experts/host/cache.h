@@ -9,15 +9,19 @@
 //                     takes the lock after that, or is told by arrived(), which the reader calls after it.
 //   use -> reuse      a slot is written again only after a load() that found no lease, and a lease is given back under the
 //                     lock after the last read of the bytes.
-//   demand, prefetch  readers take a demanded block first, always. A prefetch hint is not begun while one waits or is read, nor
-//                     between begin_step and demands_made, when the hits of the step are not leased yet, nor while a step
-//                     waits for room; one reader is kept free of prefetch (if there are two).
+//   demand, prefetch  readers take pieces of blocks (blocks.h), a demanded block's first, always: what was begun ahead waits
+//                     meanwhile, and a block that is demanded while it waits is hurried. A prefetch hint is not begun before
+//                     the last piece of what is demanded is on its way, nor between begin_step and demands_made, when the
+//                     hits of the step are not leased yet, nor while a step waits for room. Of hinted blocks only few
+//                     pieces are under way at once, so that the next demand does not wait for more, and one reader is kept
+//                     free of it (if there are two).
 #pragma once
 
 #include <array>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <list>
 #include <string>
 #include <thread>
 #include <vector>
@@ -50,6 +54,7 @@ struct CacheOptions {
   bool lock_memory;
   bool poison;        // overwrite what is evicted, so that a use after eviction shows; for tests
   int read_delay_us;  // make every read take this much longer; for tests
+  int64_t piece_bytes;  // Blocks::PIECE_BYTES, but for tests and comparisons
 };
 
 struct CacheCounts {
@@ -120,17 +125,28 @@ class Cache {
  private:
   using Clock = std::chrono::steady_clock;
   enum class Source : int { step, feed, hint, expected, warm };  // the first goes first
+  static constexpr size_t SOURCES = 5;
   struct Read {
-    Key key;
-    Lease lease;
-    Source source;
-    bool demanded() const { return source == Source::step || source == Source::feed; }
+    Read(Key k, const Lease& l, Source s) : key(k), lease(l), source(s), urgency(s) {}
+
+    const Key key;
+    const Lease lease;
+    const Source source;  // that began it
+    Source urgency;       // of whoever needs it most by now
+    Arrival arrival;
+    int begun = 0;  // pieces
   };
 
   void stop();
   void read_forever();
-  bool next_read(std::unique_lock<std::mutex>&, Read*);
-  int reading(Source source) const { return reading_[size_t(source)]; }
+  Read* next_read(std::unique_lock<std::mutex>&);
+  bool begin_something();
+  Read* next_waiting() const;
+  void begin(Key, const Lease&, Source);
+  void hurry(int slot, Source);
+  std::deque<Read*>& waiting(Source urgency) { return waiting_[size_t(urgency)]; }
+  int reading(Source urgency) const { return reading_[size_t(urgency)]; }
+  int under_way(Source source) const { return pieces_[size_t(source)]; }
   bool a_reader_stays_free() const;
   bool step_needs_nothing() const;
   bool may_feed() const { return feed_.may_start() && step_needs_nothing(); }
@@ -141,12 +157,13 @@ class Cache {
   void unstick();
   void drop_expected();
   void feed_gave_room(std::unique_lock<std::mutex>&);
-  bool take_missing(Read*);
-  bool take_hint(Read*);
-  bool take_expected(Read*);
-  bool take_warm(Read*);
+  void take_missing();
+  void take_hint();
+  void take_expected();
+  void take_warm();
   bool load(Key, Why, Lease*, bool for_feed = false);
-  void fill(const Read&, std::unique_lock<std::mutex>&);
+  void read_piece(Read&, std::unique_lock<std::mutex>&);
+  void arrived(Read&, const std::string& error, std::unique_lock<std::mutex>&);
 
   const Catalog& catalog_;
   const CacheOptions options_;
@@ -157,7 +174,7 @@ class Cache {
 
   mutable std::mutex mutex_;  // guards everything below, and table_
   std::condition_variable work_, fed_;  // something to read; something for the feed's caller
-  std::deque<Read> demands_;
+  std::list<Read> reads_;  // that wait or are under way
   Hints hints_;
   Clock::time_point hints_from_;  // when hints may be taken up
   Trial trial_;
@@ -172,13 +189,17 @@ class Cache {
   bool demanding_ = false;  // between begin_step and demands_made
   bool hints_stuck_ = false;  // the first hint found no slot, and none has become free since
   bool stopping_ = false;
-  std::array<int, 5> reading_{};  // of each source
+  std::array<int, SOURCES> reading_{};  // of each urgency: blocks that wait or are under way
+  std::array<std::deque<Read*>, SOURCES> waiting_;  // those with pieces that nobody has taken
+  std::array<int, SOURCES> pieces_{};               // of each source: pieces under way
+  int idle_ = 0;                                    // readers that sleep
   Feed feed_;
   std::deque<Key> expected_;          // yet to be read, in the order of the file
   std::vector<Key> expected_marks_;   // all of them, which the table spares
   bool expected_stuck_ = false;       // as hints_stuck_
   std::deque<Key> warm_;           // yet to be read, in the order of the file
   std::vector<Key> warm_order_;    // all of them, as they were given
+  int reading_warm_ = 0;           // blocks begun for it, and not here yet
   CacheCounts counts_;
   std::vector<std::thread> readers_;
 };

@@ -100,7 +100,7 @@ void Cache::drop_expected() {
 
 // Not while a step leases its hits, waits for room, or reads.
 bool Cache::step_needs_nothing() const {
-  return !demanding_ && !room_waiter_ && demands_.empty() && reading(Source::step) == 0;
+  return !demanding_ && !room_waiter_ && reading(Source::step) == 0;
 }
 
 bool Cache::may_expect() const {
@@ -108,7 +108,7 @@ bool Cache::may_expect() const {
 }
 
 // Turns the feed's next block into a read, unless it is here by now, or on its way.
-bool Cache::take_missing(Read* read) {
+void Cache::take_missing() {
   const Key key = feed_.missing();
   const Why why = feed_.why_missing();
   Lease lease;
@@ -116,28 +116,29 @@ bool Cache::take_missing(Read* read) {
     const bool ready = slot->state == State::ready;
     table_.lease(key, &lease, why);
     feed_.started(table_, lease, ready);
-    if (ready) fed_.notify_one();
-    return false;
+    if (ready)
+      fed_.notify_one();
+    else
+      hurry(lease.slot, Source::feed);
+    return;
   }
   if (!load(key, why, &lease, true) && !(feed_.missing_alone() && load(key, Why::demand, &lease, true))) {
     feed_.found_no_slot(table_);
-    return false;
+    return;
   }
   feed_.started(table_, lease, false);
-  *read = {key, lease, Source::feed};
-  return true;
+  begin(key, lease, Source::feed);
 }
 
-bool Cache::take_expected(Read* read) {
+void Cache::take_expected() {
   const Key key = expected_.front();
-  if (table_.find(key)) {
-    expected_.pop_front();
-    return false;
+  Lease lease;
+  if (!table_.find(key)) {
+    expected_stuck_ = !load(key, Why::expected, &lease);
+    if (expected_stuck_) return;
+    begin(key, lease, Source::expected);
   }
-  *read = {key, {}, Source::expected};
-  expected_stuck_ = !load(key, Why::expected, &read->lease);
-  if (!expected_stuck_) expected_.pop_front();
-  return !expected_stuck_;
+  expected_.pop_front();
 }
 
 }  // namespace thimble

@@ -45,14 +45,12 @@ THIMBLE_API void* thimble_drive_file(const char* path, char* message, int64_t me
   return nullptr;
 }
 
-// The caller's memory as a drive; with a `context`, of a GPU there. Null with a message if it cannot be had.
-THIMBLE_API void* thimble_drive_emulated(uint64_t memory, void* context, int64_t bytes, double bytes_per_s,
-                                         double lane_bytes_per_s, int64_t latency_ns, int depth, char* message,
-                                         int64_t message_bytes) {
+// The caller's memory as a drive. Null with a message if it cannot be had.
+THIMBLE_API void* thimble_drive_emulated(const uint8_t* memory, int64_t bytes, double bytes_per_s, double lane_bytes_per_s,
+                                         int64_t latency_ns, int depth, char* message, int64_t message_bytes) {
   try {
-    auto carrier = context ? carrier_from_device(memory, context) : carrier_from(reinterpret_cast<const uint8_t*>(memory));
     return static_cast<Drive*>(
-        new EmulatedDrive(std::move(carrier), bytes, {bytes_per_s, lane_bytes_per_s, latency_ns, depth}));
+        new EmulatedDrive(carrier_from(memory), bytes, {bytes_per_s, lane_bytes_per_s, latency_ns, depth}));
   } catch (const std::exception& error) {
     std::snprintf(message, size_t(message_bytes), "%s", error.what());
   }

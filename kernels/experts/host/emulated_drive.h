@@ -4,8 +4,7 @@
 // The model. At most `depth` reads are served at once, the others wait in the order they came. A read that is served has its
 // first byte after `latency` and is then carried at no more than `lane_bytes_per_s`; all reads together leave through one
 // token bucket without burst, `bytes_per_s`. A read is handed over when its last byte is due. What brings the bytes is a Carrier:
-// memory that the reader's own thread copies from while it waits, or a GPU's memory, whose copy engine writes the slot as a
-// drive's controller would, at no core's cost. If that takes longer than the drive would have, the difference is counted as
+// memory that the reader's own thread copies from while it waits, or what another part has. If that takes longer than the drive would have, the difference is counted as
 // late, and a figure measured with much lateness is one of this machine's memory, not of the drive.
 //
 // The memory is the caller's and may be shared by drives. Offsets may repeat in a catalog: a few blocks in memory then stand
@@ -37,8 +36,6 @@ class Carrier {
 
 // From memory, by the calling thread.
 std::unique_ptr<Carrier> carrier_from(const uint8_t* memory);
-// From a GPU's memory, in the given context. Throws std::runtime_error if there is no driver.
-std::unique_ptr<Carrier> carrier_from_device(uint64_t memory, void* context);
 
 class EmulatedDrive : public Drive {
  public:

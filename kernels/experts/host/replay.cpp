@@ -191,9 +191,13 @@ class Replay {
     std::sort(missing_.begin(), missing_.end(), [](const Missing& a, const Missing& b) { return a.key < b.key; });
     int64_t reads = 0;
     double last = 0;
+    const double owed = std::max(0.0, disk_free_ - now_ - options_.ahead_ns);
+    disk_free_ -= owed;
+    const auto behind = on_their_way_;
     for (const Missing& missing : missing_)
       reads += demand(missing, why_named(distinct_.times(missing.key), rows), &last);
-    idle_from_ = std::max(idle_from_, last);
+    gave_way(behind, owed, double(reads) * options_.read_ns);
+    idle_from_ = std::max(idle_from_, options_.beside ? last - options_.late_ns : last);
     const double computing = double(lookups) * options_.expert_ns;
     double end = now_ + computing;
     if (!missing_.empty() && options_.overlapped) end = std::max(end, last + options_.expert_ns);
@@ -256,7 +260,14 @@ class Replay {
 
   void read(const Lease& lease, double from) {
     disk_free_ = std::max(disk_free_, from) + options_.read_ns;
-    arrives_[size_t(lease.slot)] = disk_free_;
+    arrives_[size_t(lease.slot)] = disk_free_ + options_.late_ns;
+  }
+  // What was begun ahead comes that much later, but for what was under way when the demands came.
+  void gave_way(const std::deque<Lease>& behind, double owed, double by) {
+    disk_free_ += owed;
+    const double spared = now_ + options_.ahead_ns + options_.late_ns;
+    for (const Lease& lease : behind)
+      if (double& arrives = arrives_[size_t(lease.slot)]; arrives > spared && table_.at(lease.slot).leases == 0) arrives += by;
   }
   void arrive_first() {
     table_.arrived(on_their_way_.front(), true);

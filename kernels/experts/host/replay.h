@@ -3,7 +3,8 @@
 //
 // The clock is the formula of services/tools/predict.py, layer by layer: a layer's step begins a gap after the last one ended,
 // computes its experts, and ends when the last missing one has arrived and been computed. The disk serves one read after the
-// other. A prefetch is begun only while no demanded read is under way, and what is on its way then delays the next demand.
+// other; a block is usable a while after its turn (late_ns), which holds up no other. A prefetch is begun once the disk has all but what it is reading of what was demanded, and gives way to the next demand but for
+// the pieces that are under way (cache.h).
 #pragma once
 
 #include <cstdint>
@@ -23,12 +24,14 @@ struct ReplayTrace {
 };
 
 struct ReplayOptions {
-  double gap_ns, expert_ns, read_ns;
-  int overlapped;  // experts in RAM are computed while others are read
-  int prefetch;    // a Prefetching
-  int ranks;       // of each token's guesses, so many of the first are hints
-  int ahead;       // for so many layers
-  int in_flight;   // prefetches on their way at once
+  double gap_ns, expert_ns, read_ns, late_ns;
+  double ahead_ns;  // reading that what was begun ahead has under way at once
+  int beside;       // prefetches begin before the last demanded block has been checked
+  int overlapped;   // experts in RAM are computed while others are read
+  int prefetch;     // a Prefetching
+  int ranks;        // of each token's guesses, so many of the first are hints
+  int ahead;        // for so many layers
+  int in_flight;    // prefetches on their way at once
 };
 
 struct ReplayCounts {

@@ -66,7 +66,9 @@ def hinted(top_k: int) -> int:
 
 @dataclass(frozen=True)
 class Clock:
-    """What a layer costs, as services/tools/predict.py's Layer has it. `in_flight` prefetches at once."""
+    """What a layer costs, as services/tools/predict.py's Layer has it. `in_flight` prefetches at once; `under_way`: the
+    share of a block that these have been asked of the disk at once, so that a demanded block waits for it; `beside`:
+    they begin before the last demanded block is checked."""
 
     gap_ns: float = 1e6
     expert_ns: float = 30e3
@@ -76,6 +78,9 @@ class Clock:
     ranks: int = 0  # of each token's guesses, so many of the first are hints; 0: as the engine
     ahead: int = 1  # for so many layers
     in_flight: int = 3
+    late_ns: float = 0.0
+    under_way: float = 5 / 8  # as the cache, by its AHEAD and the pieces of a large block
+    beside: bool = True  # as the cache
 
 
 @dataclass(frozen=True)
@@ -121,8 +126,8 @@ class _Trace(ctypes.Structure):
 
 class _Options(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_double) for name in ("gap_ns", "expert_ns", "read_ns")),
-        *((name, ctypes.c_int) for name in ("overlapped", "prefetch", "ranks", "ahead", "in_flight")),
+        *((name, ctypes.c_double) for name in ("gap_ns", "expert_ns", "read_ns", "late_ns", "ahead_ns")),
+        *((name, ctypes.c_int) for name in ("beside", "overlapped", "prefetch", "ranks", "ahead", "in_flight")),
     )
 
 
@@ -140,7 +145,8 @@ def replay(routing: Routing, policy: str, slots: Sequence[int], clock: Clock | N
     trace = _Trace(routing.layers, routing.experts, top_k, len(routing.layer), layer, first, ids, pointers)
     ranks = min(clock.ranks, top_k) or hinted(top_k)
     options = _Options(
-        *(clock.gap_ns, clock.expert_ns, clock.read_ns, clock.overlapped),
+        *(clock.gap_ns, clock.expert_ns, clock.read_ns, clock.late_ns, clock.under_way * clock.read_ns),
+        *(clock.beside, clock.overlapped),
         *(PREFETCH.index(clock.prefetch), ranks, min(clock.ahead, MOST_AHEAD), clock.in_flight),
     )
     sizes = np.minimum(slots, routing.layers * routing.experts).astype(np.int32)

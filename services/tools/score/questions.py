@@ -49,10 +49,10 @@ def is_right(rule: Mapping[str, Any], answer: str) -> bool:
     """Words count whatever their case; of numbers the last one is the answer."""
     words = re.findall(r"[\w'.:-]*\w", answer.lower())
     if "number" in rule:
-        return last_number(answer) == rule["number"]
+        return last_number(answer) == int(rule["number"])
     if "items" in rule:
         found = {item for item in rule["items"] if item in words or f"{item}s" in words or f"{item}es" in words}
-        return len(found) >= rule["least"]
+        return len(found) >= int(rule["least"])
     if len(words) < rule.get("least_words", 0) or (len(words) >= 40 and len(set(words)) < 0.3 * len(words)):
         return False
     said = any(one in words for one in rule["any"])

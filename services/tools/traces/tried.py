@@ -17,7 +17,7 @@ def run(answers: Source, dialogs: Source, rates: Rates) -> None:
     """`answers` is decode alone, `dialogs` has prompts."""
     slots = int(SHARE * answers.shape.blocks)
     layer = layer_of(answers.shape, rates, Method.CPU)
-    clock = Clock(layer.gap_ns, layer.expert_ns, layer.read_ns, layer.overlapped)
+    clock = Clock(layer.gap_ns, layer.expert_ns, layer.read_ns, layer.overlapped, late_ns=layer.late_ns)
     print(f"{SHARE:.0%} of the experts in RAM; traces {answers.name} and {dialogs.name}; the routing is made up\n")
     prompts(dialogs, slots, clock)
     guesses(answers, slots, clock)

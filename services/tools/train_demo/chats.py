@@ -4,7 +4,9 @@ A chat is rendered by the checkpoint's own template. Its answers begin where a g
 prompt, with thinking or without as the answer has it. Owns no file but what it is given.
 """
 
+import gzip
 import json
+import lzma
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,10 +63,6 @@ class Renderer:
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
     """JSON lines of *.jsonl, *.jsonl.gz or *.jsonl.xz, one at a time."""
-    import gzip
-    import lzma
-
-    opened = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
-    with opened(path, "rt", encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
+    data = path.read_bytes()
+    unpacked = {".gz": gzip.decompress, ".xz": lzma.decompress}.get(path.suffix, bytes)(data)
+    yield from map(json.loads, unpacked.decode("utf-8").splitlines())

@@ -48,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     from services.tools.train_demo.training import Training, TrainingError
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cpu":
+        torch.set_num_threads(1)  # torch's threads spin while they wait for one another
     training = Training(args.run, shapes.RECIPES[args.size], device, print)
     if args.step in shapes.STAGES:
         training.stage(args.step, args.minutes, args.steps, args.stage_minutes, args.sparsity)

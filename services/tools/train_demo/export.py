@@ -1,4 +1,4 @@
-"""The trained weights as a BF16 checkpoint in the real model's names, in small files. `thimble quantize` goes on from it.
+"""The trained weights as a BF16 checkpoint in the real model's names, in small files, for `thimble quantize`.
 
 The rounding that the last stage trained with is exactly what quantizing these files does. Owns names and files.
 """

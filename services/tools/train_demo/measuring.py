@@ -22,7 +22,7 @@ WINDOW_TOKENS = 1024  # as `thimble perplexity`
 
 @dataclass(frozen=True)
 class Measured:
-    """`drafts`: share of learnt tokens where the draft block guessed what the model says is likeliest one step later."""
+    """`drafts`: share of learnt tokens where the draft block guessed the model's own likeliest id one step later."""
 
     per_token: float
     per_byte: float
@@ -44,7 +44,7 @@ def measure(training: Training, name: str, rounded: bool, most_batches: int | No
         if count == most_batches:
             break
         ids, targets, places = (torch.from_numpy(t).to(device) for t in (batch.ids, batch.targets, batch.documents))
-        with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=device.startswith("cuda")):
+        with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=training.half):
             hidden, run = training.network(ids, places, rounding, True)
             logits = training.network.logits(hidden, rounding)
             states = training.network.draft(hidden, ids, run)
@@ -63,7 +63,7 @@ def measure(training: Training, name: str, rounded: bool, most_batches: int | No
 
 
 def windows(source: Source, rows: int) -> Iterator[Batch]:
-    """Every document in windows of WINDOW_TOKENS, a window a row, the longest first so that rows of a batch are alike."""
+    """Every document in windows of WINDOW_TOKENS, a window a row; the longest first, so that rows are alike."""
     begins = np.concatenate(([0], source.ends[:-1]))
     cuts = [
         (at, min(int(end), at + WINDOW_TOKENS))

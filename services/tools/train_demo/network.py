@@ -70,12 +70,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         query, key, value = (
-            one(x, run.rounding).unflatten(-1, (-1, self.size)).transpose(1, 2)
+            torch.unflatten(one(x, run.rounding), -1, (-1, self.size)).transpose(1, 2)
             for one in (self.q_proj, self.k_proj, self.v_proj)
         )
         key, value = (t.repeat_interleave(self.heads // self.kv, dim=1) for t in (key, value))
         attended = scaled_dot_product_attention(query, key, value, attn_mask=run.seen)
-        return self.o_proj(attended.transpose(1, 2).flatten(2), run.rounding)
+        out: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2), run.rounding)
+        return out
 
 
 class Convolution(nn.Module):
@@ -103,20 +104,20 @@ class Mamba(nn.Module):
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         config, groups = self.config, self.config.mamba_groups
-        gate, mixed, dt = self.in_proj(x, run.rounding).split(
-            (self.inner, self.inner + 2 * self.shared, config.mamba_heads), dim=-1
-        )
+        sizes = [self.inner, self.inner + 2 * self.shared, config.mamba_heads]
+        gate, mixed, dt = torch.split(self.in_proj(x, run.rounding), sizes, dim=-1)
         kind = mixed.dtype
         mixed = silu(scan.convolve(mixed, self.conv1d.weight, self.conv1d.bias, run.documents)).to(kind)
-        values, b, c = mixed.split((self.inner, self.shared, self.shared), dim=-1)
-        values = values.unflatten(-1, (config.mamba_heads, -1))
-        b, c = (t.unflatten(-1, (groups, -1)) for t in (b, c))
+        values, b, c = torch.split(mixed, [self.inner, self.shared, self.shared], dim=-1)
+        values = torch.unflatten(values, -1, (config.mamba_heads, -1))
+        b, c = (torch.unflatten(t, -1, (groups, -1)) for t in (b, c))
         step = softplus(dt.float() + self.dt_bias)
         chunk = 64 if x.is_cuda else 32
         y = scan.scan(values, step, -torch.exp(self.A_log), b, c, run.documents, chunk)
         y = (y + self.D.unsqueeze(-1) * values).flatten(2) * silu(gate.float())
-        y = rms_norm(y.unflatten(-1, (groups, -1)), (self.inner // groups,), None, config.norm_eps).flatten(-2)
-        return self.out_proj((y * self.norm.weight).to(kind), run.rounding)
+        y = rms_norm(torch.unflatten(y, -1, (groups, -1)), (self.inner // groups,), None, config.norm_eps).flatten(-2)
+        out: Tensor = self.out_proj((y * self.norm.weight).to(kind), run.rounding)
+        return out
 
 
 class Gate(nn.Module):
@@ -167,7 +168,8 @@ class Mixture(nn.Module):
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
             weights = weights * config.routed_scale
         latent = self.fc1_latent_proj(tokens, run.rounding)
-        up, down = self.experts.up_proj, self.experts.down_proj
+        up: Tensor = self.experts.up_proj
+        down: Tensor = self.experts.down_proj
         if run.rounding is not None and self.form is not None:
             up, down = (
                 run.rounding(f"{self.name}.experts.{part}", t, self.form) for part, t in (("up", up), ("down", down))
@@ -180,7 +182,7 @@ class Mixture(nn.Module):
             run.sparsity.append((active.float().sum(-1) / (size + 1e-6) * active.shape[-1] ** -0.5).sum() / ids.numel())
             run.zeros.append(1 - torch.count_nonzero(active.detach()) / (ids.numel() * active.shape[-1]))
         shared = torch.relu(self.shared_experts.up_proj(tokens, run.rounding)).square()
-        out = self.fc2_latent_proj(routed, run.rounding) + self.shared_experts.down_proj(shared, run.rounding)
+        out: Tensor = self.fc2_latent_proj(routed, run.rounding) + self.shared_experts.down_proj(shared, run.rounding)
         return out.view(x.shape)
 
 
@@ -199,7 +201,8 @@ class Layer(nn.Module):
         self.mixer = MIXERS[kind](f"{name}.mixer", config, FORMS[kind] if quantised else None, depth**-0.5)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
-        return x + self.mixer(self.norm(x), run)
+        out: Tensor = x + self.mixer(self.norm(x), run)
+        return out
 
 
 class Draft(nn.Module):
@@ -214,17 +217,18 @@ class Draft(nn.Module):
         first, second = (
             Layer(f"mtp.layers.{i}", kind, config, False, 2) for i, kind in enumerate(("attention", "moe"))
         )
-        first.enorm, first.hnorm = Norm(hidden, eps), Norm(hidden, eps)
-        first.eh_proj = Linear("mtp.layers.0.eh_proj", hidden, 2 * hidden, None)
-        second.final_layernorm = Norm(hidden, eps)
+        for name in ("enorm", "hnorm"):
+            first.add_module(name, Norm(hidden, eps))
+        first.add_module("eh_proj", Linear("mtp.layers.0.eh_proj", hidden, 2 * hidden, None))
+        second.add_module("final_layernorm", Norm(hidden, eps))
         self.layers = nn.ModuleList((first, second))
 
     def forward(self, hidden: Tensor, following: Tensor, run: Pass) -> Tensor:
         """hidden, following (embeddings of the next ids): [rows, tokens, hidden] -> states for lm_head."""
         first, second = self.layers
-        x = first.eh_proj(torch.cat((first.enorm(following), first.hnorm(hidden)), dim=-1), None)
-        x = second(first(x.float(), run), run)
-        out: Tensor = second.final_layernorm(x)
+        enorm, hnorm, joined = (first.get_submodule(name) for name in ("enorm", "hnorm", "eh_proj"))
+        x = joined(torch.cat((enorm(following), hnorm(hidden)), dim=-1), None)
+        out: Tensor = second.get_submodule("final_layernorm")(second(first(x.float(), run), run))
         return out
 
 

@@ -41,10 +41,12 @@ def _nvfp4_scales(weights: Tensor) -> tuple[Tensor, Tensor]:
     """weight_scale float32 [..., N, K / 16] and weight_scale_2 [..., 1, 1], as kernels/nvfp4 chooses them."""
     largest = weights.abs().amax(dim=(-2, -1), keepdim=True)
     scale_2 = torch.where(largest > 0, largest / _SCALES_OF_NVFP4, 1.0)
-    return nvfp4.block_scales(weights.unflatten(-1, (-1, nvfp4.GROUP)), scale_2, "mse").to(torch.float32), scale_2
+    return nvfp4.block_scales(torch.unflatten(weights, -1, (-1, nvfp4.GROUP)), scale_2, "mse").to(
+        torch.float32
+    ), scale_2
 
 
 def _nvfp4(weights: Tensor, scale: Tensor, scale_2: Tensor) -> Tensor:
-    blocks = weights.unflatten(-1, (-1, nvfp4.GROUP))
+    blocks = torch.unflatten(weights, -1, (-1, nvfp4.GROUP))
     codes = nvfp4.nearest(blocks / (scale * scale_2).unsqueeze(-1))
     return (codes * scale.unsqueeze(-1)).flatten(-2) * scale_2

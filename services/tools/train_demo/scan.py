@@ -44,11 +44,14 @@ def scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, documents: Tens
     kind = x.dtype
 
     def cut(t: Tensor) -> Tensor:
-        return t.unflatten(1, (chunks, chunk))
+        return torch.unflatten(t, 1, (chunks, chunk))
+
+    def by_group(t: Tensor, heads_at: int) -> Tensor:
+        return torch.unflatten(t, heads_at, (groups, per))
 
     documents = cut(documents)
     total = cut(dt * a).cumsum(2).permute(0, 1, 3, 2)  # [rows, chunks, heads, chunk]: log decay from the chunk's start
-    weighed = cut(x * dt.unsqueeze(-1).to(kind)).unflatten(3, (groups, per))  # [r, n, t, g, p, d]
+    weighed = by_group(cut(x * dt.unsqueeze(-1).to(kind)), 3)  # [r, n, t, g, p, d]
     b, c = cut(b), cut(c)
 
     # Within a chunk: token i takes from j <= i of the same document.
@@ -56,26 +59,24 @@ def scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, documents: Tens
     seen = same & torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
     decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~seen.unsqueeze(2), -torch.inf).exp().to(kind)
     scores = torch.einsum("rnigs,rnjgs->rngij", c, b)
-    mixed = scores.unsqueeze(3) * decay.unflatten(2, (groups, per))
+    mixed = scores.unsqueeze(3) * by_group(decay, 2)
     y = torch.einsum("rngpij,rnjgpd->rnigpd", mixed, weighed)
 
     # What a chunk leaves behind: of its last token's document alone.
     last = documents[:, :, -1]
     kept = (documents == last.unsqueeze(-1)).unsqueeze(2)
     to_end = (total[..., -1:] - total).masked_fill(~kept, -torch.inf).exp().to(kind)
-    left = torch.einsum(
-        "rnjgs,rnjgpd->rngpsd", b, weighed * to_end.unflatten(2, (groups, per)).permute(0, 1, 4, 2, 3)[..., None]
-    )
+    left = torch.einsum("rnjgs,rnjgpd->rngpsd", b, weighed * by_group(to_end, 2).permute(0, 1, 4, 2, 3)[..., None])
 
     # What a chunk z finds: the leavings of every earlier chunk c whose document still runs at the end of z - 1.
     ends = pad(total[..., -1].cumsum(1), (0, 0, 1, 0))  # [rows, chunks + 1, heads]
     earlier = torch.ones(chunks, chunks, dtype=torch.bool, device=x.device).tril(-1)
     runs = earlier & (last.unsqueeze(1) == pad(last, (1, 0), value=-2)[:, :chunks].unsqueeze(2))
     between = (ends[:, :chunks].unsqueeze(2) - ends[:, 1:].unsqueeze(1)).masked_fill(~runs.unsqueeze(-1), -torch.inf)
-    carried = between.exp().to(kind).unflatten(3, (groups, per))
+    carried = by_group(between.exp().to(kind), 3)
     found = torch.einsum("rzcgp,rcgpsd->rzgpsd", carried, left)
     begins = pad(last, (1, 0), value=-2)[:, :chunks].unsqueeze(-1) == documents
     from_start = total.masked_fill(~begins.unsqueeze(2), -torch.inf).exp().to(kind)
     reached = torch.einsum("rnigs,rngpsd->rnigpd", c, found)
-    y = y + reached * from_start.unflatten(2, (groups, per)).permute(0, 1, 4, 2, 3).unsqueeze(-1)
+    y = y + reached * by_group(from_start, 2).permute(0, 1, 4, 2, 3).unsqueeze(-1)
     return y.float().flatten(1, 2)[:, :tokens].reshape(rows, tokens, heads, size)

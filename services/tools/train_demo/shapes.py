@@ -1,4 +1,4 @@
-"""The sizes that can be trained: the demo's, and one that a CPU trains in seconds. Owns config.json, recipe and mixture."""
+"""The sizes that can be trained: the demo's, and one for tests. Owns config.json, recipe and mixture."""
 
 import json
 from dataclasses import dataclass

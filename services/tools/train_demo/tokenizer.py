@@ -4,6 +4,7 @@ Text is split before merging as the real tokenizer does it: letters by case, eve
 tokenizer.json; the other text files of a checkpoint are the demo's own.
 """
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -54,7 +55,11 @@ def train(texts: Iterable[str], vocabulary: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+    # The trainer makes every token that it is given a special one.
+    data = json.loads(tokenizer.to_str())
+    for token in data["added_tokens"]:
+        token["special"] = token["id"] not in SHOWN
+    return Tokenizer.from_str(json.dumps(data))
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:

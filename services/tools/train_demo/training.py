@@ -10,7 +10,7 @@ import csv
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -67,6 +67,7 @@ class Training:
             if not (run / name).exists():
                 raise TrainingError(f"{run}: holds no {name}; run `thimble train-demo prepare` first")
         self.run_folder, self.recipe, self.device, self.say = run, recipe, device, say
+        self.half = device.startswith("cuda")  # matrix products in BF16
         self.network = Network(ModelConfig.from_hf(read_config(run))).to(device)
         matrices = [p for p in self.network.parameters() if p.dim() > 1]
         others = [p for p in self.network.parameters() if p.dim() <= 1]
@@ -123,7 +124,7 @@ class Training:
         ids, targets, places = (
             torch.from_numpy(t).to(self.device) for t in (batch.ids, batch.targets, batch.documents)
         )
-        with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.device.startswith("cuda")):
+        with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.half):
             hidden, run = self.network(ids, places, rounding, watch)
             kept = targets != documents.NOT_SCORED
             loss = cross_entropy(self.network.logits(hidden[kept], rounding), targets[kept])
@@ -164,7 +165,7 @@ class Training:
             raise TrainingError(f"{stage}: {now.stage} is not done ({now.steps} of {now.planned} steps); finish it")
         self.progress, self.position = Progress(stage, 0, steps, now.tokens), Position()
 
-    def _batches(self, stage: str) -> Iterator[tuple[Batch, Position]]:
+    def _batches(self, stage: str) -> Generator[tuple[Batch, Position], None, None]:
         """Each with the position behind it; the next one is made meanwhile."""
         shares = {name: share for name, share in MIXTURE[stage].items() if name in self._sources}
         if missing := MIXTURE[stage].keys() - shares.keys():
