@@ -280,7 +280,8 @@ def linear(
       relu2   positive results squared, others zero;
       gelu    x Phi(x) of a result x, with the card's own error function;
       add     added to what out, float32, holds.
-    `bias` [N], contiguous, of any float type. A row that is not finite spoils no other row. `configuration` replaces the fixed one, for measurements.
+    `bias` [N], contiguous, of any float type. A row that is not finite spoils no other row. `configuration` replaces
+    the fixed one, for measurements.
     """
     tokens, columns = x.shape
     assert x.dtype == (torch.float32 if precise else torch.bfloat16)
