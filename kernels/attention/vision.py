@@ -20,6 +20,7 @@ ROWS = 128
 KEYS = 64
 WARPS = 8
 STAGES = 3
+LEAST_SIZE = 16  # of a head
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -115,13 +116,13 @@ def attend(query: Tensor, kv: Tensor, heads: int, out: Tensor) -> None:
     """Queue out = softmax(q k / sqrt(size)) v, each row over all rows; one launch.
 
     query and out bfloat16 [T, heads * size], which may be the same memory; kv bfloat16 [T, 2 heads * size], keys before
-    values. All contiguous, T at least 1, size at least 16.
+    values. All contiguous, T at least 1, size at least LEAST_SIZE.
     """
     tokens, width = query.shape
     size = width // heads
     assert query.dtype == kv.dtype == out.dtype == torch.bfloat16
     assert width == heads * size
-    assert size >= 16
+    assert size >= LEAST_SIZE
     assert out.shape == query.shape
     assert kv.shape == (tokens, 2 * width)
     assert tokens

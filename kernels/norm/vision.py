@@ -1,8 +1,8 @@
 """What the vision tower does to its rows beside products of matrices: positions added, layer norms, on a GPU (or in the
 interpreter).
 
-Definitions: torch's `layer_norm` and `lerp`, as services/engine/vision/tower.py and projector.py use them. One program a
-row, all of it in registers; float32. Weights and lines are read in the file's own float type.
+Definitions: torch's `layer_norm` and `lerp`, as the tower and the projector on a processor use them. One program a row,
+all of it in registers; float32. Weights and lines are read in the file's own float type.
 """
 
 import torch

@@ -66,7 +66,7 @@ def _load_defaults(path: Path) -> GenerationDefaults:
         greedy = config.get("do_sample") is False
         temperature = 0.0 if greedy else float(config.get("temperature", 1.0))
         defaults = GenerationDefaults(temperature, float(config.get("top_p", 1.0)), stop_ids)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise ModelFolderError(f"cannot read {path}: {error!r}") from error
     if not stop_ids or not all(isinstance(i, int) and i >= 0 for i in stop_ids):
         raise ModelFolderError(f"{path}: eos_token_id must be a token id or a list of them")

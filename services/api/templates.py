@@ -208,7 +208,7 @@ def load_template(folder: Path, tokenizer: TextTokenizer) -> ChatTemplate:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         special = {key: _content(config[key]) for key in SPECIAL_KEYS if config.get(key) is not None}
         return ChatTemplate(source, special, tokenizer)
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ModelFolderError(f"{folder}: cannot read the chat template: {error}") from error
     except jinja2.TemplateError as error:
         raise ModelFolderError(f"{folder}/chat_template.jinja is not a valid template: {error}") from error

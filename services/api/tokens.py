@@ -59,7 +59,10 @@ class TextTokenizer:
         self._restore = {ord(token.mark): token.literal for token in self.added.values()}
         # Added tokens out of the vocabulary too: then no run of plain text can become one.
         model = {**data["model"], "vocab": {k: v for k, v in data["model"]["vocab"].items() if k not in self.added}}
-        self._plain = Tokenizer.from_str(json.dumps({**data, "model": model, "added_tokens": []}))
+        try:
+            self._plain = Tokenizer.from_str(json.dumps({**data, "model": model, "added_tokens": []}))
+        except Exception as error:  # the library raises no other kind
+            raise ModelFolderError(f"tokenizer.json cannot be used: {error}") from error
         letters = _byte_letters()
         self._bytes: dict[int, bytes] = {}
         for piece, token_id in model["vocab"].items():
@@ -151,7 +154,7 @@ def load_tokenizer(path: Path) -> TextTokenizer:
         return TextTokenizer(data)
     except OSError as error:
         raise ModelFolderError(f"cannot read {path}: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFolderError(f"{path} is not a tokenizer.json this api understands: {error!r}") from error
 
 

@@ -8,6 +8,7 @@ import asyncio
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from services.engine.engine import Engine, Handle
 from services.engine.errors import PayloadError, StreamError
@@ -71,15 +72,28 @@ class Call:
     async def _start(self) -> Request:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                message = await self._context.read()
+                message = await self._receive()
         except TimeoutError:
             raise StreamError(f"no Start came within {START_TIMEOUT_S:.0f} s of the call") from None
         if message is EOF or message.WhichOneof("message") != "start":
             raise StreamError("the first message of a Generate stream is a Start")
         return request_of(message.start)
 
+    async def _receive(self) -> Any:
+        """The next message, or EOF. Raises StreamError for bytes that are none."""
+        try:
+            return await self._context.read()
+        except DecodeError as error:
+            raise StreamError("a message that cannot be read: its bytes are no message of the contract") from error
+
     async def _read(self, handle: Handle) -> None:
-        while (message := await self._context.read()) is not EOF:
+        try:
+            await self._heed(handle)
+        except StreamError as error:
+            self._events.put_nowait(Failed(error))
+
+    async def _heed(self, handle: Handle) -> None:
+        while (message := await self._receive()) is not EOF:
             match message.WhichOneof("message"):
                 case "stop":
                     handle.stop()
@@ -94,13 +108,11 @@ class Call:
                 case "want":
                     self._wants.put_nowait(Want(message.want.own_part, tuple(message.want.blocks)))
                 case kind:
-                    error = StreamError(f"a {kind or 'message without content'} came where none was asked for")
-                    return self._events.put_nowait(Failed(error))
+                    raise StreamError(f"a {kind or 'message without content'} came where none was asked for")
         self._half_closed = True
         self._wants.put_nowait(NOTHING)
         if self._upload is not None:
             self._upload.end_of_stream()
-        return None
 
     async def _write(self, handle: Handle, on_request: bool) -> None:
         while True:

@@ -5,7 +5,6 @@ multi-token-prediction block is kept aside, sound tensors are counted. What the 
 config says of their formats in quantisation.py.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from services.engine import quantisation
 from services.engine.errors import CheckpointError
 from services.engine.model_config import ModelConfig, read_config
 from services.engine.names import Part, canonical
+from services.engine.parsing import parse_json
 from services.engine.tensorfile import Entry, read_header
 from services.engine.vision.names import VisionTensor, vision_tensors
 from services.engine.weights import Format, check_tensors, dense_tensors, expert_tensors
@@ -89,7 +89,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     if not path.exists():
         return None
     try:
-        files = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"].items())
+        files = dict(parse_json(path.read_text(encoding="utf-8"))["weight_map"].items())
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error!r}; fetch the file again") from error
     if not all(isinstance(name, str) for name in files.values()) or any(Path(n).name != n for n in {*files.values()}):

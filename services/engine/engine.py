@@ -80,6 +80,7 @@ class Engine:
         self._open = Admission(info.max_sequences, info.queue_limit)
         self._pressing = False  # the inbox has something that idle work gives way to
         scheduler.pressing = lambda: self._pressing
+        scheduler.picture_begun = lambda: self._looks.begun
         scheduler.others_wait = lambda: bool(self._inbox) or self._looks.pending or self._stop_at is not None
         self._stop_at: float | None = None  # time.monotonic(); nothing is taken in once this is set
         self._thread = threading.Thread(target=self._run, name="engine")
@@ -209,7 +210,8 @@ class Engine:
                     return
             if scheduler.runnable:
                 scheduler.step()
-            self._looks.advance()
+            if not (scheduler.in_turns and scheduler.under_way):
+                self._looks.advance()
             scheduler.publish()
             if not scheduler.sequences:
                 scheduler.check()

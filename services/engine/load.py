@@ -112,7 +112,7 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
             guesses = config.prefetch != "off" and plan.slots < plan.blocks
             sizes = Sizes(
                 plan.sequences, plan.context_tokens, plan.pages, plan.device.chunk_tokens, plan.device.kv,
-                guesses=guesses,
+                guesses=guesses, vision_bytes=plan.device.ledger.wanted.vision_bytes,
             )  # fmt: skip
             device = open_device(store, experts, sizes, say)
             network, new_state = device.model, DeviceState
@@ -129,15 +129,16 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         counts = None if plan.device is None else device.model.counts
         metrics = Metrics(info, experts, registry, network.spent, counts, _planned(plan), _card(on_gpu))
         weights = store.vision()
-        sight = None
+        sight, read = None, None
         if weights is not None:
             kept = PictureCache(int(config.picture_cache_gb * GB))
-            read = _reader(weights, plan, experts, say)
+            read = _reader(weights, plan, network, experts, say)
             sight = Sight(weights, kept, lambda result: metrics.pictures[result,].inc(), read)
         chunk_tokens = config.prefill_chunk_tokens or CHUNK_TOKENS
         if plan.device is not None:  # one by one, a longer piece would hold up those that answer
             chunk_tokens = plan.device.chunk_tokens or ONE_BY_ONE_TOKENS
         scheduler = Scheduler(network, pool, hot, metrics, plan.sequences, chunk_tokens, new_state)
+        scheduler.in_turns = read is not None  # the card's memory for pictures is that of sweeps
         if isinstance(experts, HostExperts):
             experts.begin_warm()
     except BaseException:
@@ -165,13 +166,16 @@ def _on_gpu(config: EngineConfig, say: Callable[[str], None]) -> bool:
     return True
 
 
-def _reader(weights: VisionWeights, plan: Plan, experts: Experts, say: Callable[[str], None]) -> Read | None:
+def _reader(
+    weights: VisionWeights, plan: Plan, network: "Model | DeviceModel", experts: Experts, say: Callable[[str], None]
+) -> Read | None:
     """Reads pictures on the card, if the plan has room for that and the system gives it."""
     if plan.device is None or not plan.device.sees:
         return None
     assert isinstance(experts, HostExperts)  # else the GPU would not run
+    assert isinstance(network, DeviceModel)
     try:
-        tower = DeviceTower(weights, torch.device("cuda"), resident=plan.vision_resident)
+        tower = DeviceTower(weights, network.memory.device, resident=plan.vision_resident, memory=network.memory)
     except MemoryPlanError as error:
         say(f"pictures are read by the processor: {error}")
         return None

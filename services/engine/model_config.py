@@ -7,7 +7,6 @@ Whatever would change the arithmetic in a way this engine does not compute is re
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from kernels.block import BlockLayout
 from services.engine.errors import CheckpointError
+from services.engine.parsing import parse_json
 
 Layer = Literal["mamba", "moe", "attention"]
 
@@ -194,7 +194,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The content of `folder`/config.json. Raises CheckpointError if it is missing or not a JSON object."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: not found; give the folder that holds the checkpoint's config.json") from error
     except (OSError, ValueError) as error:
@@ -207,6 +207,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def check_architecture(config: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless the config names an architecture that this engine runs."""
     names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"config: architectures is {names!r}, expected a list of names")
     if config.get("model_type") in MODEL_TYPES or any(name in ARCHITECTURES for name in names):
         return
     raise CheckpointError(
@@ -229,7 +231,9 @@ def _layers(lm: Mapping[str, Any]) -> tuple[Layer, ...]:
         raise CheckpointError("config: neither hybrid_override_pattern nor layers_block_type is present")
     read: dict[str, tuple[Layer, ...]] = {}
     for key, words in spellings.items():
-        unknown = [word for word in words if word not in LAYER_WORDS]
+        if not isinstance(words, str | list):
+            raise CheckpointError(f"config: {key} is {words!r}, expected a list of layers")
+        unknown = [word for word in words if not isinstance(word, str) or word not in LAYER_WORDS]
         if unknown:
             raise CheckpointError(
                 f"config: {key} has the unknown layer {unknown[0]!r}; known: {', '.join(LAYER_WORDS)}"
@@ -252,17 +256,21 @@ def _whole(lm: Mapping[str, Any], key: str) -> int:
     return value
 
 
+_MOST = 10**30  # of any whole number in a config: JSON has some that no float can be
+
+
 def _number(lm: Mapping[str, Any], *keys: str) -> float:
     present = [key for key in keys if lm.get(key) is not None]
     if not present:
         raise CheckpointError(f"config: {' or '.join(keys)} is missing")
-    values = {lm[key] for key in present}
+    for key in present:
+        value = lm[key]
+        if type(value) not in (int, float) or (type(value) is int and abs(value) > _MOST):
+            raise CheckpointError(f"config: {key} is {str(value)[:40]}, expected a number")
+    values = {float(lm[key]) for key in present}
     if len(values) > 1:
         raise CheckpointError(f"config: {' and '.join(present)} differ: {sorted(values)}")
-    value = values.pop()
-    if type(value) not in (int, float):
-        raise CheckpointError(f"config: {present[0]} is {value!r}, expected a number")
-    return float(value)
+    return values.pop()
 
 
 def _flag(lm: Mapping[str, Any], key: str, absent: bool) -> bool:

@@ -7,7 +7,6 @@ may hold wildcards, and a module stands for all below it: `…mixer.experts` for
 """
 
 import fnmatch
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from services.engine.errors import CheckpointError
 from services.engine.names import canonical
+from services.engine.parsing import parse_json
 
 FILE = "hf_quant_config.json"
 KEY = "quantization_config"
@@ -71,7 +71,7 @@ def descriptions(folder: Path, config: Mapping[str, Any]) -> list[Description]:
     path = folder / FILE
     if path.exists():
         try:
-            found.append(_parse(FILE, json.loads(path.read_text(encoding="utf-8"))["quantization"]))
+            found.append(_parse(FILE, parse_json(path.read_text(encoding="utf-8"))["quantization"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path}: cannot be read: {error!r}; fetch the file again") from error
     said = config.get(KEY) or (config.get("llm_config") or config.get("text_config") or {}).get(KEY)
@@ -113,11 +113,12 @@ def _parse(where: str, said: Mapping[str, Any]) -> Description:
         algorithm = said.get("quant_algo")
         if not layers and algorithm in (None, MIXED):
             layers = _from_groups(said.get("config_groups") or {})
+        modules = tuple(map(str, excluded))
     except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(f"{where}: damaged or of an unknown form: {error!r}") from error
     if algorithm == MIXED and not layers:
         raise CheckpointError(f"{where}: is {MIXED} but lists no layers, expected quantized_layers or config_groups")
-    return Description(where, algorithm, tuple(map(str, excluded)), layers)
+    return Description(where, algorithm, modules, layers)
 
 
 def _from_groups(groups: Mapping[str, Any]) -> dict[str, str]:

@@ -59,6 +59,8 @@ class Scheduler:
         self.answering: list[Sequence] = []
         self.idle: deque[Sequence] = deque()  # what to read when there is nothing else to do
         self.pressing: Callable[[], bool] = lambda: False  # whether something has come that idle work gives way to
+        self.in_turns = False  # what is read lies where pictures have theirs, so neither begins before the other ends
+        self.picture_begun: Callable[[], bool] = lambda: False
         self.others_wait: Callable[[], bool] = lambda: False  # whether this thread has anything else to do
         self._places_in_turn, self._chunks_in_turn = Turns(), Turns()
 
@@ -95,7 +97,7 @@ class Scheduler:
             self.metrics.token_time.took("scheduling", time.perf_counter() - begin)
             with self.at_the_cost_of(*self.answering):
                 self._decode(list(self.answering))
-        if self.under_way is None:
+        if self.under_way is None and not (self.in_turns and self.picture_begun()):
             self._begin_reading()
         if self.under_way is not None:
             self._read(self.under_way)

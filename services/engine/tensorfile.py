@@ -17,6 +17,7 @@ import xxhash
 from torch import Tensor
 
 from services.engine.errors import CheckpointError, DiskError
+from services.engine.parsing import parse_json
 
 DTYPES = {
     "F64": torch.float64,
@@ -34,6 +35,7 @@ DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_HEADER_BYTES = 100_000_000
+_MOST_DIMENSIONS = 8  # a product of a million of them takes minutes
 _CHUNK_BYTES = 16 << 20
 
 
@@ -89,7 +91,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
                 raise CheckpointError(f"{path}: not a safetensors file, or truncated ({size} bytes); fetch it again")
-            header = json.loads(file.read(length), object_pairs_hook=lambda pairs: _no_name_twice(path, pairs))
+            header = parse_json(file.read(length), lambda pairs: _no_name_twice(path, pairs))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: not found; the checkpoint is incomplete, fetch it again") from error
     except OSError as error:
@@ -124,7 +126,9 @@ def _entry(path: Path, name: str, fields: object, data_start: int) -> Entry:
     try:
         if not isinstance(fields, dict):
             raise TypeError
-        dtype, shape, (begin, end) = str(fields["dtype"]), tuple(map(int, fields["shape"])), fields["data_offsets"]
+        dtype, shape, (begin, end) = str(fields["dtype"]), tuple(fields["shape"]), fields["data_offsets"]
+        if len(shape) > _MOST_DIMENSIONS or any(type(number) is not int for number in (*shape, begin, end)):
+            raise TypeError
         size = math.prod(shape) * DTYPES[dtype].itemsize if dtype in DTYPES else end - begin
         if min(shape, default=0) < 0 or begin < 0 or end - begin != size:
             raise ValueError

@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
             f"median of {args.turns} turns of {args.tokens} tokens, and two clock readings for each of {LAYERS} layers"
         )
         figures.append(args.out, "metrics.us_per_token", counting_us + clocks_us, "us", note)
-        figures.append(args.out, "metrics.share_of_token", share, "", f"{note}; of a token of {args.token_ms} ms")
+        figures.append(args.out, "metrics.share_of_token", share, "ratio", f"{note}; of a token of {args.token_ms} ms")
     return 0
 
 

@@ -29,6 +29,7 @@ QUESTIONS = (
 )
 SETTINGS = {"ENGINE_EXPERT_SLOTS": "150", "ENGINE_HOT_STATES_GB": "0.02"}  # small enough to be turned over
 MOST_PERCENT_A_MINUTE = 0.1
+MOST_NEW_THREADS = 2  # a pool starts one when all of it are busy at once, be it after an hour
 LEAST_MINUTES = 60.0  # for that bar to mean something: in less, one page of malloc is a slope
 
 
@@ -44,7 +45,7 @@ class Report:
         """What must not be."""
         found = list(self.wrong)
         for name, one in self.growths.items():
-            if one.handles > 0 or one.threads > 0:
+            if one.handles > 0 or one.threads > MOST_NEW_THREADS:
                 found.append(f"{name}: handles {one.handles:+d}, threads {one.threads:+d}")
             if self.minutes >= LEAST_MINUTES and one.rss_percent_a_minute > MOST_PERCENT_A_MINUTE:
                 found.append(f"{name}: memory {one.rss_percent_a_minute:+.2f} %/min")

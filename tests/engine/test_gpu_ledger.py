@@ -183,7 +183,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], demo_store: Store) -> N
     assert "8151 MiB, as given: fits" in capsys.readouterr().out
     assert SMALL.experts < SUPER.experts
     assert main(["ledger", "--shape", "super", "--pictures"]) == 0
-    assert "242.5 MiB  vision ring and activations" in capsys.readouterr().out
+    assert "217.7 MiB  vision ring and activations" in capsys.readouterr().out
     assert main(["ledger", str(demo_store.folder), "--pictures"]) == 1
     assert "this model does not see" in capsys.readouterr().err
 
@@ -200,11 +200,11 @@ def test_the_engine_refuses_at_start_what_does_not_fit(demo_store: Store) -> Non
 @pytest.mark.parametrize(
     ("card_mib", "settings", "expected"),
     [
-        (8151, {}, (True, 1, 22_656)),
-        (8151, {"context_tokens": 8192}, (True, 1, 8192)),
+        (8151, {}, (True, 1, 45_376)),
+        (8151, {"context_tokens": 8192}, (True, 2, 8192)),
         (8151, {"max_sequences": 4}, (False, 4, 3072)),
         (7550, {}, (False, 1, 12_288)),
-        (12_000, {}, (True, 4, 103_040)),
+        (12_000, {}, (True, 4, 113_152)),
     ],
     ids=str,
 )
@@ -225,7 +225,10 @@ def test_pictures_are_read_on_a_card_that_has_room_for_them(
     assert (plan.sees, plan.sequences, plan.context_tokens) == expected
     lines = dict(plan.ledger.lines)
     assert plan.ledger.total_bytes <= card_mib * MIB
-    assert lines.get("vision ring and activations", 0) == (card_bytes(weights) if plan.sees else 0)
+    assert plan.ledger.wanted.vision_bytes == (card_bytes(weights) if plan.sees else 0)
+    shared = ledgers.sweep_room_bytes(SUPER, plan.chunk_tokens)
+    own = [size for name, size in lines.items() if name.startswith("vision ring and activations")]
+    assert sum(own) == max(0, plan.ledger.wanted.vision_bytes - shared)
     assert ("pictures are read by the processor" in str(plan)) != plan.sees
     if not plan.sees:
         beside = replace(plan.ledger.wanted, vision_bytes=card_bytes(weights))

@@ -12,8 +12,10 @@ from kernels.workers.pool import Workers
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import catalog, open_experts
 from services.engine.gpu.expert_sweep import ExpertSweep, passes
+from services.engine.gpu.ledger import sweep_room_bytes
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.model import chunks
+from services.engine.gpu.room import Room
 from services.engine.gpu.sweep import Sweep
 from services.engine.gpu.weights import DeviceWeights
 from services.engine.model import Model, Segment
@@ -41,6 +43,7 @@ class Reader:
         return state
 
     def read(self, *segments: Segment) -> Tensor:
+        self.sweep.experts.room.memory.fill_(0xFF)  # others have used it since
         running = self.sweep.run(segments, [segment.state for segment in segments])  # type: ignore[misc]
         while True:
             try:
@@ -76,7 +79,8 @@ def reader(store: Store, slots: int = 8, tokens: int = 32) -> Reader:
     host = Host(catalog(store), Workers(1), slots=slots, readers=2, poison=True)
     weights = DeviceWeights.load(store.dense(), store.config, CPU)
     pool = DevicePool(store.config, CPU, places=4, pages=16)
-    experts = ExpertSweep(host, store.config.experts_per_token, tokens, CPU)
+    room = Room(torch.full((sweep_room_bytes(store.config, tokens),), 0xFF, dtype=torch.uint8))
+    experts = ExpertSweep(host, store.config.experts_per_token, tokens, room)
     sweep = Sweep(weights, pool, experts, tokens, context_tokens=256)
     # What no kernel writes must not be read: nothing of it is finite.
     for buffer in (sweep.x, sweep.normed, sweep.normed32, sweep.latent, sweep.routed, experts.h, experts.y):

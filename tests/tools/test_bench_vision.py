@@ -4,6 +4,7 @@ import csv
 from argparse import Namespace
 from pathlib import Path
 
+import plain_kernels
 import pytest
 import torch
 
@@ -40,8 +41,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> VisionWeights:
     return synthetic_vision.write(tmp_path_factory.mktemp("vision") / "vision.safetensors", SMALL)
 
 
-def test_a_picture_is_read_and_timed(small: VisionWeights) -> None:
-    tower = DeviceTower(small, torch.device("cpu"), dtype=torch.float32)
+def test_a_picture_is_read_and_timed(small: VisionWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_kernels.use(monkeypatch)
+    tower = DeviceTower(small, torch.device("cpu"))
     reading = bench_vision._read(tower, "small", (30, 34), repeats=2)
     tower.close()
     assert reading.same

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kernels.experts.host.binding import Copy
 from services.engine.errors import StoreError
 from services.engine.experts.store import EXPERTS, Store
+from services.engine.parsing import parse_json
 
 DRIVE = "drive.json"
 SEPARATOR = ":"
@@ -47,7 +48,7 @@ def numbers(store: Store, part: int, of: int) -> range:
 def _copy(store: Store, folder: Path) -> Copy:
     again = f"make it with `thimble spread {store.folder} {folder}`"
     try:
-        said = json.loads((folder / DRIVE).read_text())
+        said = parse_json((folder / DRIVE).read_text())
         part, of = int(said["part"]), int(said["of"])
         size_bytes = (folder / EXPERTS).stat().st_size
     except (OSError, ValueError, KeyError, TypeError) as error:

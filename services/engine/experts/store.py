@@ -25,6 +25,7 @@ import xxhash
 from kernels.block import BlockLayout, Bytes
 from services.engine.errors import CheckpointError, StoreError
 from services.engine.model_config import ModelConfig
+from services.engine.parsing import parse_json
 from services.engine.tensorfile import read_header
 from services.engine.vision.config import VisionConfig
 from services.engine.vision.weights import VisionWeights
@@ -100,6 +101,8 @@ class Store:
             config = ModelConfig.from_json(manifest["config"])
             blocks = tuple(tuple(parse_block(record) for record in layer["blocks"]) for layer in manifest["layers"])
             layers = tuple(layer["layer"] for layer in manifest["layers"])
+            if not isinstance(manifest["source"], dict):
+                raise TypeError("source is no object")
             dense = DenseFile(int(manifest["dense"]["size_bytes"]), int(manifest["dense"]["xxh64"], 16))
             vision = _vision_file(manifest["vision"]) if "vision" in manifest else None
             store = Store(
@@ -257,7 +260,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         what = "its repack was not finished" if (folder / JOURNAL).exists() else "there is no store"
         raise StoreError(f"{path}: not found, {what}; run thimble repack CHECKPOINT {folder}")
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise StoreError(f"{path}: cannot be read: {error}; run thimble repack again") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:

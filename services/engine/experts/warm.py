@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from services.engine.parsing import parse_json
+
 log = logging.getLogger(__name__)
 
 NAME = "warm.experts"
@@ -39,7 +41,7 @@ class WarmSet:
         nothing = np.empty(0, np.int32)
         try:
             head, _, body = self.path.read_bytes().partition(b"\n")
-            known = json.loads(head)
+            known = parse_json(head)
             keys = np.frombuffer(body, "<i4").astype(np.int32)
             expected = self._head(body)
         except FileNotFoundError:

@@ -19,23 +19,24 @@ from kernels.experts.host.binding import Host
 from kernels.experts.host.feed import Block, Feed
 from services.engine.gpu.ledger import RING_GROUPS, ring_group
 from services.engine.gpu.ranges import named as named_range
+from services.engine.gpu.room import Room
 
 EXPECTED_LOOKUPS = 4  # an expert; with more it is all but sure that a sweep's next layer needs it, too
 
 
 class ExpertSweep:
-    """For at most `tokens` tokens; `host`'s slots must be page-locked if `device` is a GPU."""
+    """For at most `tokens` tokens, in `room`; `host`'s slots must be page-locked if that is on a GPU."""
 
-    def __init__(self, host: Host, top_k: int, tokens: int, device: torch.device) -> None:
-        catalog = host.catalog
-        self.layout, self.device, self.experts = catalog.layout, device, catalog.offsets.shape[1]
+    def __init__(self, host: Host, top_k: int, tokens: int, room: Room) -> None:
+        catalog, device = host.catalog, room.memory.device
+        self.room, self.layout, self.device, self.experts = room, catalog.layout, device, catalog.offsets.shape[1]
         self.feed = Feed(host)
         self.layers = len(catalog.offsets)
         block = self.layout.block_bytes
         self.group = ring_group(tokens)
-        self.ring = torch.zeros(RING_GROUPS * self.group, block, dtype=torch.uint8, device=device)
-        self.h = torch.zeros(tokens, self.layout.width, dtype=torch.float16, device=device)
-        self.y = torch.zeros(tokens * top_k, self.layout.latent, dtype=torch.float16, device=device)
+        self.ring = room.take(RING_GROUPS * self.group, block, dtype=torch.uint8)
+        self.h = room.take(tokens, self.layout.width, dtype=torch.float16)
+        self.y = room.take(tokens * top_k, self.layout.latent, dtype=torch.float16)
         self.up_scales = torch.from_numpy(catalog.up_scales).to(device)
         self.down_scales = torch.from_numpy(catalog.down_scales).to(device)
         self.items = prefill.Items(2 * RING_GROUPS, device)

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 from kernels.block import GROUP, BlockLayout
 from services.engine.errors import MemoryPlanError
 from services.engine.experts.store import DENSE
+from services.engine.gpu.room import aligned
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PAGE_TOKENS, pages_for
 from services.engine.state import state_bytes
@@ -35,9 +36,7 @@ MOST_ITEMS = 32  # experts that the GPU takes of one layer
 CONTEXT_BYTES = 300 * MIB
 KERNEL_BYTES = 184 * MIB  # loaded kernels and the first graph: 181 MiB on an H200
 GRAPH_BYTES = 16 * MIB  # of each further number of sequences: kernels and a graph
-# Of cuBLAS with its workspace (8 MiB, 32 on an H100 or later) and flash attention. Assumed; `thimble bench vision`
-# prints the driver's own figure.
-VISION_LIBRARY_BYTES = 96 * MIB
+VISION_KERNEL_BYTES = 16 * MIB  # of the kernels that read pictures, assumed; `thimble bench vision` prints the driver's
 MARGIN_BYTES = 32 * MIB  # an allocator's rounding (11 to 23 MiB), and what changes between driver versions
 
 SWEEP_KERNEL_BYTES = 48 * MIB  # of the kernels that read prompts, assumed
@@ -121,8 +120,11 @@ def ledger(config: ModelConfig, dense: Layout, wanted: Wanted) -> Ledger:
         ),
         (f"staging, {wanted.staging_blocks} expert blocks", wanted.staging_blocks * layout.block_bytes),
         (f"reading {wanted.chunk_tokens} tokens of prompts at once", sweep_bytes(config, wanted.chunk_tokens, tokens)),
-        ("vision ring and activations", wanted.vision_bytes),
-        ("libraries of vision (assumed, not computed)", VISION_LIBRARY_BYTES if wanted.vision_bytes else 0),
+        (
+            "vision ring and activations, beyond what reading prompts has in turns with them",
+            max(0, wanted.vision_bytes - sweep_room_bytes(config, wanted.chunk_tokens)),
+        ),
+        ("kernels of vision (assumed, not computed)", VISION_KERNEL_BYTES if wanted.vision_bytes else 0),
         ("margin", MARGIN_BYTES),
     ]
     return Ledger(wanted, tuple((name, size) for name, size in lines if size))
@@ -277,19 +279,34 @@ def sweep_bytes(config: ModelConfig, chunk_tokens: int, context_tokens: int) -> 
     """Of sweep.py's Sweep and expert_sweep.py's ExpertSweep, their kernels included; none for chunks of no token."""
     if not chunk_tokens:
         return 0
-    part, block, top_k = min(chunk_tokens, SWEEP_PART), config.block, config.experts_per_token
-    attended, kv = config.attention_heads * config.head_dim, config.kv_heads * config.head_dim
-    wide = max(
-        _F32 * config.in_proj_rows + 2 * config.mamba_inner, _F32 * (attended + 2 * kv) + 2 * attended,
-        2 * config.shared_width,
-    )  # fmt: skip
-    part_row = wide + 6 * config.hidden_size + 2 * _F32 * config.mamba_heads + _F32 * config.experts
-    row = _F32 * config.hidden_size + (2 + _F32 + 2 * top_k) * config.latent_size
+    part, top_k = min(chunk_tokens, SWEEP_PART), config.experts_per_token
+    part_row = 6 * config.hidden_size + 2 * _F32 * config.mamba_heads + _F32 * config.experts
+    row = (2 + _F32) * config.latent_size
     row += top_k * (_F32 + _F32 + 3 * 8 + _F32)  # ids, weights, and what sorting them takes for a while
-    fixed = RING_GROUPS * ring_group(chunk_tokens) * block.block_bytes + chunk_tokens * block.width * 2
-    fixed += MOST_SEQUENCES * (pages_for(context_tokens) + config.vocab_size) * _F32
+    fixed = MOST_SEQUENCES * (pages_for(context_tokens) + config.vocab_size) * _F32
     fixed += len(config.moe_layers) * config.experts * 2 * _F32 + len(config.layers) * config.hidden_size * _F32
-    return part * part_row + chunk_tokens * row + fixed + SWEEP_KERNEL_BYTES
+    return part * part_row + chunk_tokens * row + fixed + sweep_room_bytes(config, chunk_tokens) + SWEEP_KERNEL_BYTES
+
+
+def sweep_room_bytes(config: ModelConfig, chunk_tokens: int) -> int:
+    """What means something to a sweep only while it runs, so that others may use it between two."""
+    if not chunk_tokens:
+        return 0
+    block, pairs = config.block, chunk_tokens * config.experts_per_token
+    ring = RING_GROUPS * ring_group(chunk_tokens) * block.block_bytes
+    products = aligned(2 * chunk_tokens * block.width) + aligned(2 * pairs * block.latent)
+    rows = aligned(_F32 * chunk_tokens * config.hidden_size)
+    return aligned(ring) + products + rows + aligned(min(chunk_tokens, SWEEP_PART) * wide_bytes(config))
+
+
+def wide_bytes(config: ModelConfig) -> int:
+    """Of a row's values inside a layer, of the kind that has most."""
+    attended, kv = config.attention_heads * config.head_dim, config.kv_heads * config.head_dim
+    return max(
+        _F32 * config.in_proj_rows + 2 * config.mamba_inner,
+        _F32 * (attended + 2 * kv) + 2 * attended,
+        2 * config.shared_width,
+    )
 
 
 def sampling_bytes(vocabulary: int) -> int:

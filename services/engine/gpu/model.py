@@ -26,8 +26,9 @@ from services.engine.gpu import counts, sweep
 from services.engine.gpu.counts import DeviceCounts
 from services.engine.gpu.decoder import Decoder, Placement, Row
 from services.engine.gpu.expert_sweep import ExpertSweep
-from services.engine.gpu.ledger import MOST_SEQUENCES
+from services.engine.gpu.ledger import MOST_SEQUENCES, sweep_room_bytes
 from services.engine.gpu.memory import DevicePool, DeviceState
+from services.engine.gpu.room import Room
 from services.engine.gpu.sweep import Sweep
 from services.engine.gpu.weights import DeviceWeights
 from services.engine.model import GaveWay, Segment
@@ -49,11 +50,13 @@ class DeviceModel:
         sequences: int,
         context_tokens: int,
         chunk_tokens: int,
+        shared_bytes: int = 0,
         placement: Placement | None = None,
         told: Callable[[str], str] = str,
     ) -> None:
-        """`chunk_tokens` are read at once; 0: all segments take the decode path. `told`: makes what a failed read says
-        fit for clients."""
+        """`chunk_tokens` are read at once; 0: all segments take the decode path. `shared_bytes`: of
+        `memory`, at least, which others may use while no sweep is under way. `told`: makes what a failed read says fit
+        for clients."""
         self.pool, self.config, self.told = pool, weights.config, told
         self.spent = Spent()
         self.decoders: list[Decoder] = []
@@ -61,8 +64,11 @@ class DeviceModel:
         scratch: list[DeviceState] = []
         try:
             most = min(sequences, MOST_SEQUENCES)
+            size_bytes = max(shared_bytes, sweep_room_bytes(self.config, chunk_tokens))
+            self.memory = torch.zeros(size_bytes, dtype=torch.uint8, device=pool.conv.device)
             if chunk_tokens:
-                experts = ExpertSweep(slots.host, self.config.experts_per_token, chunk_tokens, pool.conv.device)
+                room = Room(self.memory)
+                experts = ExpertSweep(slots.host, self.config.experts_per_token, chunk_tokens, room)
                 self.sweep = Sweep(weights, pool, experts, chunk_tokens, context_tokens)
             for rows in range(1, most + 1):
                 scratch.append(self.new_state(1))

@@ -42,6 +42,7 @@ class Sizes:
     kv: Kv = "bf16"
     share: int | None = None
     guesses: bool = True
+    vision_bytes: int = 0  # what pictures are read with, in the model's `memory`
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ def open_device(store: Store, experts: Experts, sizes: Sizes, say: Callable[[str
             sequences=sizes.sequences,
             context_tokens=sizes.context_tokens,
             chunk_tokens=sizes.chunk_tokens,
+            shared_bytes=sizes.vision_bytes,
             placement=Placement(share=sizes.share, first_share=share, guesses=sizes.guesses),
             told=experts.told,
         )

@@ -10,7 +10,7 @@ from services.engine.gpu.ledger import (
     CONTEXT_BYTES,
     MIB,
     MOST_SEQUENCES,
-    VISION_LIBRARY_BYTES,
+    VISION_KERNEL_BYTES,
     Kv,
     Ledger,
     Wanted,
@@ -20,7 +20,7 @@ from services.engine.gpu.ledger import (
     stored_layout,
 )
 from services.engine.pages import PAGE_TOKENS, pages_for
-from services.engine.vision.device import card_bytes
+from services.engine.vision.device import card_bytes, readable
 
 COMFORTABLE_TOKENS = 16_384  # of context; fewer sequences rather than less of it
 MOST_TOKENS = 131_072  # of context, if nobody asks for more
@@ -92,14 +92,14 @@ def plan_device(config: EngineConfig, store: Store, free_bytes: int) -> DevicePl
         return replace(chosen, context_tokens=context)
 
     weights = store.vision()
-    vision_bytes = card_bytes(weights) if weights else 0
+    vision_bytes = card_bytes(weights) if weights and readable(weights.config) else 0
     chosen = choose(vision_bytes)
     fits = chosen.context_tokens >= comfortable and ledger(model, layout, chosen).total_bytes <= budget
     if vision_bytes and not fits:
         chosen = choose(0)
     made = require(model, layout, chosen, budget)
     pages = chosen.sequences * pages_for(chosen.context_tokens)
-    blind_bytes = vision_bytes + VISION_LIBRARY_BYTES if vision_bytes and not chosen.vision_bytes else 0
+    blind_bytes = vision_bytes + VISION_KERNEL_BYTES if vision_bytes and not chosen.vision_bytes else 0
     return DevicePlan(
         chosen.sequences, chosen.context_tokens, pages, kv, chosen.chunk_tokens, made, budget, blind_bytes
     )

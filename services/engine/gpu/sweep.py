@@ -1,8 +1,9 @@
 """A sweep: many tokens of one or several prompts go through the network layer by layer; an expert's block moves once.
 
 Owns the buffers between the kernels and the order of work; the experts' part is expert_sweep.py's. Every buffer is made
-at construction. A token's bits depend on its place, its state and what came before it, neither on how its prompt was
-cut nor on what else is read with it: kernels/*/sweep.py say why. They are not those of the decode path (token.py).
+at construction; the largest lie in a room that others use between two sweeps. A token's bits depend on its place, its
+state and what came before it, neither on how its prompt was cut nor on what else is read with it: kernels/*/sweep.py
+say why. They are not those of the decode path (token.py).
 
 Everything is in plain order, but for the last row of each prompt, whose logits are made as decode makes them.
 """
@@ -23,7 +24,7 @@ from kernels.linear.gpu import linear as decode_linear
 from kernels.linear.octets import from_octets, to_octets
 from kernels.mamba.gpu import Sizes
 from services.engine.gpu.expert_sweep import ExpertSweep
-from services.engine.gpu.ledger import MOST_SEQUENCES, SWEEP_PART
+from services.engine.gpu.ledger import MOST_SEQUENCES, SWEEP_PART, wide_bytes
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.ranges import named
 from services.engine.gpu.weights import AttentionWeights, DeviceWeights, MambaWeights, MoeWeights
@@ -63,17 +64,10 @@ class Sweep:
 
         f32 = torch.float32
         self.norms = [from_octets(layer.norm.weight) for layer in weights.layers]
-        self.x = new(tokens, config.hidden_size, dtype=f32)
+        self.x = experts.room.take(tokens, config.hidden_size, dtype=f32)
         self.normed, self.normed32 = new(part, config.hidden_size), new(part, config.hidden_size, dtype=f32)
         # One layer's wide rows at a time: what the kinds of layers need lies in one piece of memory.
-        attended = config.attention_heads * config.head_dim
-        kv = config.kv_heads * config.head_dim
-        widths = {
-            "mamba": 4 * self.sizes.rows + 2 * self.sizes.inner,
-            "attention": 4 * (attended + 2 * kv) + 2 * attended,
-            "moe": 2 * config.shared_width,
-        }
-        self.wide = new(part * max(widths.values()), dtype=torch.uint8)
+        self.wide = experts.room.take(part * wide_bytes(config), dtype=torch.uint8)
         self.workspace = mamba.Workspace(part, self.sizes.heads, device)
         self.scores = new(part, config.experts, dtype=f32)
         self.latent = new(tokens, config.latent_size)

@@ -1,32 +1,40 @@
-"""Tower and projector on a card that has no room for their weights. Owns the arithmetic there and its working memory.
+"""Tower and projector on a card that has no room for their weights. Owns the order of work there and its memory.
 
 The same operations as tower.py and projector.py, for the pieces that ring.py brings: matrix products in BF16 with sums
-in float32, the residual stream and all norms in float32. All values per patch lie in one piece of memory, taken at
-construction; what is worked out from many patches goes by runs of rows, so that the peak is known beforehand:
+in float32, the residual stream and all norms in float32. The kernels are the project's own, whose bits for a row do
+not depend on how many rows there are. Ring and values lie in one piece of memory, which others may use between two
+pictures; what is worked out from many rows goes by runs of as many as it holds:
 
-    tower       residual [n, width] float32 | keys and values [n, 2 width] | one run: normed, hidden or queries, result
-    projector   hidden [tokens, projector]                                 | shuffled rows, then the result
+    attention   residual [n, width] float32 | queries [n, width] | keys and values [n, 2 width] | a run's normed rows
+    MLP         residual                    | a run's normed rows | its hidden values
+    projector   hidden [tokens, projector]  | shuffled rows, then the result
 """
 
 import math
 from collections.abc import Generator, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import layer_norm, rms_norm, scaled_dot_product_attention
+from torch.nn.functional import pad
 
+import kernels.attention.vision as attention
+import kernels.linear.sweep as dense
+import kernels.norm.vision as norm
+from kernels.linear.gpu import Linear
 from services.engine.errors import DeviceError, MemoryPlanError
+from services.engine.gpu.room import Room, aligned
 from services.engine.vision import projector, tower
 from services.engine.vision.config import VisionConfig
 from services.engine.vision.embedding import embed, run, without_gradients
 from services.engine.vision.looks import Work
-from services.engine.vision.pieces import ALIGNED_BYTES, Pieces
+from services.engine.vision.pieces import Pieces
 from services.engine.vision.ring import SLOTS, Ring
 from services.engine.vision.weights import VisionWeights
 
-RUN_ROWS = 2048
+RUN_ROWS = 2048  # for which there is room beside the largest picture
+_TILE_ROWS = 128  # of a matrix product
+_COLUMNS = 8  # of whose multiples matrix products take any number
 _PIECES_AT_ONCE = 2  # of the projector, as of a block
 
 Tensors = dict[str, Tensor]
@@ -43,19 +51,25 @@ class DeviceTower:
         weights: VisionWeights,
         device: torch.device,
         *,
-        dtype: torch.dtype = torch.bfloat16,
         resident: bool = False,
         slots: int = SLOTS,
+        memory: Tensor | None = None,
     ) -> None:
-        """Takes all memory there will be, and runs once for what libraries take. Raises MemoryPlanError."""
-        self.weights, self.device, self.dtype = weights, device, dtype
+        """Takes all memory there will be, but for `memory` (uint8, at least `card_bytes`) if that is given, and runs
+        once, so that all kernels are there. Raises MemoryPlanError."""
+        self.weights, self.device = weights, device
         self.pieces = Pieces.of(weights)
         try:
-            self.memory = torch.zeros(working_bytes(weights.config, dtype), dtype=torch.uint8, device=device)
-            self.ring = Ring(self.pieces, device, resident=resident, slots=slots)
+            if memory is None:
+                memory = torch.zeros(card_bytes(weights, slots), dtype=torch.uint8, device=device)
+            room = Room(memory)
+            self.ring = Ring(
+                self.pieces, room.take(slots, self.pieces.most_bytes, dtype=torch.uint8), resident=resident
+            )
+            self._rounding = room.take(_rounding_bytes(self.pieces), dtype=torch.uint8)
+            self.memory = room.rest()
             if device.type == "cuda":
-                torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # sums stay float32
-                self._warm()
+                run(self.embed(torch.zeros(4, 3 * weights.config.patch**2), (2, 2)))
         except BaseException as error:
             if hasattr(self, "ring"):
                 self.close()
@@ -84,166 +98,154 @@ class DeviceTower:
             raise DeviceError(f"the GPU has failed: {error}") from error
 
     def _embed(self, patches: Tensor, grid: tuple[int, int]) -> Work:
-        config, dtype = self.weights.config, self.dtype
-        rows = config.prefix + len(patches)
-        x, place = self._at(0, (rows, config.width), torch.float32)
-        kv, place = self._at(place, (rows, 2 * config.width), dtype)
-        room, _ = self._at(place, (_run_elements(config, rows),), dtype)
+        config = self.weights.config
+        room = Room(self.memory)
+        x = room.take(config.prefix + len(patches), config.width, dtype=torch.float32)
+        rest = room.rest()
         with closing(self.ring.pieces()) as pieces:
-            self._begin(pieces, x, room, patches, grid)
+            self._begin(pieces, x, rest, patches, grid)
             yield
             for _ in range(config.blocks):
-                self._attention(next(pieces), x, kv, room)
-                self._mlp(next(pieces), x, room)
+                self._attention(next(pieces), x, rest)
+                self._mlp(next(pieces), x, rest)
                 yield
             found = yield from self._project(pieces, x, grid)
         return found
 
     def _begin(
-        self, pieces: Iterator[Tensors], x: Tensor, room: Tensor, patches: Tensor, grid: tuple[int, int]
+        self, pieces: Iterator[Tensors], x: Tensor, rest: Tensor, patches: Tensor, grid: tuple[int, int]
     ) -> None:
         """x = [class rows; patches W + positions]."""
         prefix = self.weights.config.prefix
+        down, across = (tower.places(count, max(grid), self.weights.config.table) for count in grid)
+        places = norm.Places(grid, down, across, self.device)
         for piece in self.pieces.positions:
             found = next(pieces)
             if "embedder" in found:
                 x[:prefix] = found["class_tokens"]
-                weight = found["embedder"].to(self.dtype)
-                for first, stop in _runs(len(patches)):
-                    some = patches[first:stop].to(self.device, self.dtype)
-                    out = _part(room, len(some), x.shape[1])
-                    x[prefix + first : prefix + stop] = torch.mm(some, weight.T, out=out)
-            for first, window in tower.positions(found["lines"], piece.first, piece.stop, grid):
-                x[prefix + first : prefix + first + len(window)] += window
+                weight = self._rounded(found["embedder"], Room(self._rounding))
+                spare = -patches.shape[1] % _COLUMNS  # of towers with tiny patches
+                cut = Room(rest).take(len(patches), patches.shape[1] + spare).copy_(_wider(patches, spare))
+                dense.linear(cut, Linear.pack("BF16", _wider(weight, spare)), x[prefix:])
+            begin, end = (row * grid[1] for row in tower.lines_of(down[0], piece.first, piece.stop))
+            norm.add_positions(x[prefix:], found["lines"], places, (begin, end), piece.first)
 
-    def _attention(self, piece: Tensors, x: Tensor, kv: Tensor, room: Tensor) -> None:
-        """x += proj(attention(norm1(x))): keys and values of all rows first, then run after run."""
-        width, heads = x.shape[1], self.weights.config.heads
-        linear = {name: piece[name].to(self.dtype) for name in piece if name[:4] in ("qkv.", "proj")}
-        query, key_value = ((linear["qkv.weight"][rows], linear["qkv.bias"][rows]) for rows in _thirds(width))
-        for first, stop in _runs(len(x)):
-            _linear(self._normed(piece, "norm1", x[first:stop], room), *key_value, out=kv[first:stop])
-        keys, values = (part.view(1, len(x), heads, -1).transpose(1, 2) for part in torch.split(kv, width, 1))
-        for first, stop in _runs(len(x)):
-            normed = self._normed(piece, "norm1", x[first:stop], room)
-            rest = room[normed.numel() :]
-            queries = _linear(normed, *query, out=_part(rest, *normed.shape))
-            queries = queries.view(1, len(normed), heads, -1).transpose(1, 2)
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if x.is_cuda else nullcontext():
-                attended = scaled_dot_product_attention(queries, keys, values)
-            attended = attended[0].transpose(0, 1).reshape(normed.shape)
-            out = _linear(attended, linear["proj.weight"], linear["proj.bias"], out=normed)
-            _add(x[first:stop], out, piece)
+    def _attention(self, piece: Tensors, x: Tensor, rest: Tensor) -> None:
+        """x += proj(attention(norm1(x))): what is attended to of all rows first, then each row's queries give way to
+        what it finds."""
+        (rows, width), room = x.shape, Room(rest)
+        queries, kv = room.take(rows, width), room.take(rows, 2 * width)
+        normed, rounding = room.rest().view(torch.bfloat16), Room(self._rounding)
+        weight, bias = self._rounded(piece["qkv.weight"], rounding), piece["qkv.bias"]
+        query, key_value = (Linear.pack("BF16", weight[part]) for part in (slice(0, width), slice(width, 3 * width)))
+        for first, stop in _runs(rows, len(normed) // width):
+            some = _part(normed, stop - first, width)
+            norm.layer_norm(x[first:stop], piece["norm1.weight"], piece["norm1.bias"], tower.EPS, some)
+            dense.linear(some, query, queries[first:stop], bias=bias[:width])
+            dense.linear(some, key_value, kv[first:stop], bias=bias[width:])
+        attention.attend(queries, kv, self.weights.config.heads, queries)
+        self._add(piece, "proj", queries, x, rounding, kv)
 
-    def _mlp(self, piece: Tensors, x: Tensor, room: Tensor) -> None:
+    def _mlp(self, piece: Tensors, x: Tensor, rest: Tensor) -> None:
         """x += fc2(gelu(fc1(norm2(x))))."""
-        fc1, fc2 = ((piece[f"{name}.weight"].to(self.dtype), piece[f"{name}.bias"].to(self.dtype)) for name in _FC)
-        for first, stop in _runs(len(x)):
-            normed = self._normed(piece, "norm2", x[first:stop], room)
-            hidden = _linear(normed, *fc1, out=_part(room[normed.numel() :], len(normed), len(fc1[0])))
-            _add(x[first:stop], _linear(torch.ops.aten.gelu_(hidden), *fc2, out=normed), piece)
+        (rows, width), inner = x.shape, self.weights.config.inner
+        rounding = Room(self._rounding)
+        widen = self._linear(piece["fc1.weight"], rounding)
+        memory, after = rest.view(torch.bfloat16), rounding.rest()
+        for first, stop in _runs(rows, len(memory) // (width + inner)):
+            normed = _part(memory, stop - first, width)
+            hidden = _part(memory[normed.numel() :], stop - first, inner)
+            norm.layer_norm(x[first:stop], piece["norm2.weight"], piece["norm2.bias"], tower.EPS, normed)
+            dense.linear(normed, widen, hidden, "gelu", bias=piece["fc1.bias"])
+            self._add(piece, "fc2", hidden, x[first:stop], Room(after), normed)
 
-    def _normed(self, piece: Tensors, name: str, x: Tensor, room: Tensor) -> Tensor:
-        """At the start of `room`."""
-        weight, bias = (piece[f"{name}.{kind}"].float() for kind in ("weight", "bias"))
-        return _part(room, *x.shape).copy_(layer_norm(x, weight.shape, weight, bias, tower.EPS))
+    def _add(self, piece: Tensors, name: str, of: Tensor, x: Tensor, rounding: Room, spare: Tensor) -> None:
+        """x += the linear of these rows, by way of `spare` where it has a scale of its own."""
+        linear, bias = self._linear(piece[f"{name}.weight"], rounding), piece[f"{name}.bias"]
+        if "layer_scale" not in piece:
+            dense.linear(of, linear, x, "add", bias=bias)
+            return
+        out = _part(spare.view(-1), *x.shape)
+        dense.linear(of, linear, out, bias=bias)
+        x.add_(out.mul_(piece["layer_scale"]))
 
     def _project(self, pieces: Iterator[Tensors], x: Tensor, grid: tuple[int, int]) -> Work:
         """The final norm, then norm(x) up, relu squared, down, a few rows of the two matrices at a time."""
         config, tokens = self.weights.config, grid[0] * grid[1] // 4
-        hidden, place = self._at(0, (tokens, config.projector), self.dtype)  # over x, once that is shuffled
-        place = max(place, _aligned(x.nbytes))
-        shuffled, _ = self._at(place, (tokens, 4 * config.width), self.dtype)
-        out, _ = self._at(place, (tokens, config.hidden), self.dtype)  # over the shuffled rows
+        hidden = Room(self.memory).take(tokens, config.projector)  # over x, once that is shuffled
+        behind = self.memory[aligned(max(hidden.nbytes, x.nbytes)) :]
+        shuffled = Room(behind).take(tokens, 4 * config.width)
+        out = Room(behind).take(tokens, config.hidden)  # over the shuffled rows
         for number, piece in enumerate((*self.pieces.up, *self.pieces.down)):
-            found = next(pieces)
-            if "projector.norm" in found:
-                self._shuffle(found, x[config.prefix :], shuffled, grid)
+            found, rounding = next(pieces), Room(self._rounding)
+            if _NORM in found:
+                final = (found["final_norm.weight"], found["final_norm.bias"], tower.EPS)
+                norm.shuffled_norm(x[config.prefix :], grid, *final, found[_NORM], projector.EPS, shuffled)
             if "up" in found:
-                some = hidden[:, piece.first : piece.stop]
-                torch.mm(shuffled, found["up"].to(self.dtype).T, out=some)
-                some.relu_().square_()
+                dense.linear(
+                    shuffled, self._linear(found["up"], rounding), hidden[:, piece.first : piece.stop], "relu2"
+                )
             else:
-                torch.mm(hidden, found["down"].to(self.dtype).T, out=out[:, piece.first : piece.stop])
+                dense.linear(hidden, self._linear(found["down"], rounding), out[:, piece.first : piece.stop])
             if number % _PIECES_AT_ONCE:
                 yield
         return out.cpu().float()
 
-    def _shuffle(self, piece: Tensors, x: Tensor, out: Tensor, grid: tuple[int, int]) -> None:
-        """Some pairs of the grid's rows at a time: their features, two by two in one row, normed -> `out`."""
-        columns = grid[1]
-        weight, bias, norm = (piece[name].float() for name in ("final_norm.weight", "final_norm.bias", _NORM))
-        lines = max(1, RUN_ROWS // (2 * columns)) * 2
-        for first in range(0, grid[0], lines):
-            count = min(lines, grid[0] - first)
-            rows = x[first * columns : (first + count) * columns]
-            rows = projector.shuffle(layer_norm(rows, weight.shape, weight, bias, tower.EPS), (count, columns))
-            begin = first * columns // 4
-            out[begin : begin + len(rows)] = rms_norm(rows, norm.shape, norm, projector.EPS)
+    def _linear(self, weight: Tensor, rounding: Room) -> Linear:
+        return Linear.pack("BF16", self._rounded(weight, rounding))
 
-    def _at(self, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, int]:
-        """A tensor in the memory, and the next place behind it."""
-        end = place + math.prod(shape) * dtype.itemsize
-        return self.memory[place:end].view(dtype).view(shape), _aligned(end)
-
-    def _warm(self) -> None:
-        """The largest picture once: libraries load what they need, and the allocator keeps what passes."""
-        config = self.weights.config
-        rows = max(2, math.isqrt(config.most_patches) // 2 * 2)
-        grid = rows, max(2, config.most_patches // rows // 2 * 2)
-        run(self.embed(torch.zeros(grid[0] * grid[1], 3 * config.patch**2), grid))
+    def _rounded(self, weight: Tensor, rounding: Room) -> Tensor:
+        """A weight as matrix products take it; one of another type, which is rare, is rounded into its own memory."""
+        return weight if weight.dtype == torch.bfloat16 else rounding.take(*weight.shape).copy_(weight)
 
 
-_FC = ("fc1", "fc2")
 _NORM = "projector.norm"
 
 
-def working_bytes(config: VisionConfig, dtype: torch.dtype = torch.bfloat16) -> int:
+def readable(config: VisionConfig) -> bool:
+    """Whether the kernels take a tower of these sizes; trained ones have larger ones."""
+    odd = any(size % _COLUMNS for size in (config.width, config.inner, config.projector))
+    return not odd and config.width // config.heads >= attention.LEAST_SIZE
+
+
+def working_bytes(config: VisionConfig) -> int:
     """Of `DeviceTower.memory`, for the largest picture."""
     rows, tokens, width = config.most_patches + config.prefix, config.most_patches // 4, config.width
-    x = _aligned(4 * rows * width)
-    in_tower = x + _aligned(2 * rows * width * dtype.itemsize) + _run_elements(config, rows) * dtype.itemsize
-    hidden = _aligned(tokens * config.projector * dtype.itemsize)
-    return max(in_tower, max(hidden, x) + tokens * max(4 * width, config.hidden) * dtype.itemsize)
+    x, queries, kv = aligned(4 * rows * width), aligned(2 * rows * width), aligned(4 * rows * width)
+    run_rows = min(RUN_ROWS, aligned(rows))
+    behind = max(
+        queries + kv + 2 * run_rows * width,
+        2 * run_rows * (width + config.inner),
+        2 * config.most_patches * (3 * config.patch**2 + _COLUMNS),
+    )
+    projecting = max(aligned(2 * tokens * config.projector), x) + 2 * tokens * max(4 * width, config.hidden)
+    return aligned(max(x + behind, projecting))
 
 
-def card_bytes(weights: VisionWeights) -> int:
-    """What pictures take of a card, but for what only libraries know of: ring, working memory, and what passes."""
-    pieces, config = Pieces.of(weights), weights.config
-    passing = 3 * 4 * RUN_ROWS * config.width  # of the allocator: three float32 values a row of a run
-    other = {part.dtype for piece in pieces.order for part in piece.parts if len(part.shape) > 1} - {"BF16"}
-    passing += pieces.most_bytes if other else 0  # such weights are rounded there
-    return SLOTS * pieces.most_bytes + working_bytes(config) + passing
+def card_bytes(weights: VisionWeights, slots: int = SLOTS) -> int:
+    """What pictures take of a card beside kernels: ring, and working memory."""
+    pieces = Pieces.of(weights)
+    return aligned(slots * pieces.most_bytes) + aligned(_rounding_bytes(pieces)) + working_bytes(weights.config)
 
 
-def _run_elements(config: VisionConfig, rows: int) -> int:
-    """Of one run: its normed rows, which give way to the result, beside the MLP's hidden values or the queries."""
-    return min(RUN_ROWS, rows) * (config.width + max(config.width, config.inner))
+def _rounding_bytes(pieces: Pieces) -> int:
+    """For a piece's matrices, where they are not in BF16 on file."""
+    matrices = {part.dtype for piece in pieces.order for part in piece.parts if len(part.shape) == 2}
+    return pieces.most_bytes if matrices - {"BF16"} else 0
 
 
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+def _runs(rows: int, most: int) -> Generator[tuple[int, int], None, None]:
+    """Of at most so many rows, as few as there can be and of about the same length, in whole tiles if possible."""
+    assert most
+    step = math.ceil(rows / math.ceil(rows / most))
+    step = min(most, math.ceil(step / _TILE_ROWS) * _TILE_ROWS)
+    for first in range(0, rows, step):
+        yield first, min(first + step, rows)
 
 
-def _runs(rows: int) -> Generator[tuple[int, int], None, None]:
-    for first in range(0, rows, RUN_ROWS):
-        yield first, min(first + RUN_ROWS, rows)
-
-
-def _thirds(width: int) -> tuple[slice, slice]:
-    """Of the rows of qkv: queries; keys and values."""
-    return slice(0, width), slice(width, 3 * width)
+def _wider(rows: Tensor, spare: int) -> Tensor:
+    return pad(rows, (0, spare)) if spare else rows
 
 
 def _part(memory: Tensor, rows: int, columns: int) -> Tensor:
     return memory[: rows * columns].view(rows, columns)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> Tensor:
-    return torch.addmm(bias, x, weight.T, out=out)
-
-
-def _add(x: Tensor, out: Tensor, piece: Tensors) -> None:
-    if "layer_scale" in piece:
-        out.mul_(piece["layer_scale"])
-    x.add_(out)

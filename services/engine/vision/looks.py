@@ -18,10 +18,16 @@ class Looks:
     def __init__(self) -> None:
         self._waiting: deque[tuple[Work, Future[Tensor]]] = deque()
         self._lock = Lock()
+        self._begun = False
 
     @property
     def pending(self) -> bool:
         return bool(self._waiting)
+
+    @property
+    def begun(self) -> bool:
+        """A picture is half read."""
+        return self._begun
 
     def add(self, work: Work) -> "Future[Tensor]":
         done: Future[Tensor] = Future()
@@ -37,6 +43,7 @@ class Looks:
         lost: DeviceError | None = None
         if not done.cancelled():
             try:
+                self._begun = True
                 next(work)
                 return
             except StopIteration as ended:
@@ -49,6 +56,7 @@ class Looks:
                 lost = error if isinstance(error, DeviceError) else None
         work.close()
         self._waiting.popleft()
+        self._begun = False
         if lost is not None:
             raise lost
 

@@ -137,7 +137,10 @@ def _check_shapes(tensors: Mapping[str, VisionTensor], config: Mapping[str, Any]
     width, patch = tensors["embedder"].shape[-2:]
     inner = tensors["blocks.0.fc1.weight"].shape[0]
     hidden, wide = tensors["projector.down"].shape
-    wide = int(config.get("projector_hidden_size") or wide)
+    said = config.get("projector_hidden_size")
+    if said is not None and type(said) is not int:
+        raise CheckpointError(f"config: projector_hidden_size is {said!r}, expected a number")
+    wide = said or wide
     wanted: dict[str, tuple[int, ...]] = {
         "embedder": (width, patch),
         "position": (1, tensors["position"].shape[-2], width),

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from services.engine.gpu.room import aligned
 from services.engine.tensorfile import DTYPES, Entry
 from services.engine.vision.weights import VisionWeights
 
-ALIGNED_BYTES = 256  # what matrix products want of an address
 _TILE = 64  # rows; a result that begins at an odd column is slow to write
 _ATTENTION = ("norm1", "qkv", "proj")
 _MLP = ("norm2", "fc1", "fc2")
@@ -56,7 +56,7 @@ class Piece:
         offset, size_bytes = entry.offset + first * row_bytes, (stop - first) * row_bytes
         shape = (stop - first, *entry.shape[1:])
         self.parts.append(Part(name, entry.dtype, shape, offset, size_bytes, self.size_bytes))
-        self.size_bytes += -(-size_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+        self.size_bytes += aligned(size_bytes)
 
 
 @dataclass(frozen=True)

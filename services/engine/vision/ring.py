@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from services.engine.errors import CheckpointError, MemoryPlanError
+from services.engine.gpu.room import ALIGNED_BYTES
 from services.engine.state import host_view
-from services.engine.vision.pieces import ALIGNED_BYTES, Part, Piece, Pieces
+from services.engine.vision.pieces import Part, Piece, Pieces
 
 SLOTS = 2
 BUFFERS = 3  # one is read, one is full, one is copied
@@ -52,12 +53,12 @@ class Mark:
 class Ring:
     """Used by one thread, for one picture at a time. `resident`: every piece keeps its buffer."""
 
-    def __init__(self, pieces: Pieces, device: torch.device, *, resident: bool = False, slots: int = SLOTS) -> None:
-        """Raises MemoryPlanError if the system does not page-lock the buffers."""
-        self.order, self.resident = pieces.order, resident
-        cuda = device.type == "cuda"
-        self._device = device
-        self.slots = torch.empty(slots, pieces.most_bytes, dtype=torch.uint8, device=device)
+    def __init__(self, pieces: Pieces, slots: Tensor, *, resident: bool = False) -> None:
+        """`slots` uint8 [any number, pieces.most_bytes], which others may use while no piece is being given. Raises
+        MemoryPlanError if the system does not page-lock the buffers."""
+        self.order, self.resident, self.slots = pieces.order, resident, slots
+        cuda = slots.device.type == "cuda"
+        self._device = device = slots.device
         sizes = [piece.size_bytes for piece in self.order] if resident else [pieces.most_bytes] * BUFFERS
         self._memory = _page_aligned(sum(sizes))
         self._locked = cuda
@@ -66,8 +67,8 @@ class Ring:
         self.buffers = list(torch.split(self._memory, sizes))
         self._held = [False] * len(self.buffers)
         self._copied = [Mark(cuda) for _ in self.buffers]
-        self._arrived = [Mark(cuda) for _ in range(slots)]
-        self._used = [Mark(cuda) for _ in range(slots)]
+        self._arrived = [Mark(cuda) for _ in slots]
+        self._used = [Mark(cuda) for _ in slots]
         self._copies = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
         self._file = os.open(pieces.path, os.O_RDONLY)
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="vision")
@@ -88,6 +89,9 @@ class Ring:
         """
         self._reads, sent = [], 0
         slots = len(self.slots)
+        stream = torch.cuda.current_stream(self._device) if self._copies else None
+        if self._copies is not None and stream is not None:
+            self._copies.wait_stream(stream)  # whoever used the slots before
         try:
             for number, piece in enumerate(self.order):
                 self._read_ahead(number + len(self.buffers))
@@ -95,7 +99,6 @@ class Ring:
                 while sent <= number or (sent < ahead and self._is_read(sent)):
                     self._send(sent)
                     sent += 1
-                stream = torch.cuda.current_stream(self._device) if self._copies else None
                 slot = number % slots
                 self._arrived[slot].before(stream)
                 if number > 1:
@@ -106,6 +109,8 @@ class Ring:
                 finally:
                     self._used[slot].set(stream)
         finally:
+            for arrived in self._arrived:
+                arrived.before(stream)  # of a picture that was given up, copies may be on their way
             for reads in self._reads:
                 for read in reads:
                     read.cancel()
