@@ -88,7 +88,7 @@ def test_an_answer_is_read_as_a_server_reads_it() -> None:
 
 
 class Speaker:
-    """A server that knows the answers to all but the arithmetic, and calls functions where there are some."""
+    """A server that knows the answers to all but the sums, and calls functions where there are some."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -141,7 +141,7 @@ def test_a_server_is_examined(speaker: Speaker, tmp_path: Path, capsys: pytest.C
     told = [one for one in questions.questions() if "any" in one and "least_words" not in one]
     # "What is my name?" ends two dialogs; the speaker knows the first one's name.
     assert float(rows["demo.questions"]["value"]) == pytest.approx((len(told) - 1) / 100)
-    assert "arithmetic 0/20" in rows["demo.questions"]["note"]
+    assert "arithmetic 2/20" in rows["demo.questions"]["note"]
     assert float(rows["demo.tool_calls"]["value"]) == 1
     assert 0 < float(rows["demo.tool_results"]["value"]) < 1  # it says only what came back, not what it was for
     assert float(rows["demo.problems"]["value"]) == 0
