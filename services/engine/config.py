@@ -70,6 +70,7 @@ class EngineConfig:
         1.0, "GB", "RAM for states kept after a request, so that the next need not send them"
     )
     picture_cache_gb: float = setting(0.5, "GB", "RAM for embeddings of pictures, if the model can see")
+    vllm_names: bool = setting(False, "", "metrics under vLLM's names as well, for its stock dashboards")
     nvtx: bool = setting(False, "", "name tokens, layers and groups of experts for GPU profilers (Nsight)")
     exchange_dir: str = setting(
         "",

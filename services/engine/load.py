@@ -46,6 +46,7 @@ from services.engine.vision.cache import PictureCache
 from services.engine.vision.device import DeviceTower
 from services.engine.vision.sight import Read, Sight
 from services.engine.vision.weights import VisionWeights
+from services.engine.vllm_names import VllmNames
 
 SYNTHETIC = "synthetic"
 RESTARTS = "RESTARTED_ENGINE"  # in the environment of a process that follows one whose GPU failed: how many there were
@@ -128,6 +129,8 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         hot = HotStates(payloads, info.arithmetic_fingerprint, plan.hot_bytes, plan.transit_bytes)
         counts = None if plan.device is None else device.model.counts
         metrics = Metrics(info, experts, registry, network.spent, counts, _planned(plan), _card(on_gpu))
+        if config.vllm_names:
+            registry.register(VllmNames(registry))
         weights = store.vision()
         sight, read = None, None
         if weights is not None:

@@ -26,7 +26,7 @@ import triton
 from kernels.experts.device.drive import DeviceDrive
 from kernels.experts.device.rates import ReadRates
 from kernels.experts.device.turns import SharedSlots
-from kernels.experts.host.binding import Host
+from kernels.experts.host.binding import PIECE_BYTES, Host
 from kernels.experts.host.replay import Clock, Routing
 from kernels.workers.pool import Workers, default_threads
 from services.engine.experts.store import Store
@@ -104,6 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--disk", type=numbers, default=[7.0, 12.0], metavar="GB/S", help="emulated (default 7,12)")
     parser.add_argument("--trace", default="calibrated", help="generator of the routing (default calibrated)")
     parser.add_argument("--quick", action="store_true", help="two cases, ours without prefetch and the published one")
+    parser.add_argument("--piece", type=int, default=PIECE_BYTES, metavar="BYTES", help="of a block, read at once")
     parser.add_argument("--warm", type=int, default=100, help="tokens that fill the cache first (default 100)")
     parser.add_argument("--tokens", type=int, default=40, help="timed tokens (default 40)")
     parser.add_argument("--threads", type=int, default=default_threads(), help="that compute (default: cores less two)")
@@ -130,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"synthetic, {args.trace} routing, {args.threads} threads\n{HEADING}", flush=True)
     errors = []
     for share, disk, way in cases(args):
-        with host(store, memory, share, disk, way, args.threads) as slots:
+        with host(store, memory, share, disk, way, args) as slots:
             inputs = SyntheticBlocks(store.layout, 1, 1).inputs(1, seed=1)
             reads = measure.reads(slots.host, inputs, store.config.experts_per_token)
             expert_ns = hit_ns(slots, way)
@@ -191,12 +192,20 @@ def few_experts(routing: Routing, tokens: int) -> Routing:
 
 @contextmanager
 def host(
-    store: Store, memory: torch.Tensor, share: float, disk: float, way: Way, threads: int
+    store: Store, memory: torch.Tensor, share: float, disk: float, way: Way, args: argparse.Namespace
 ) -> Iterator[SharedSlots]:
     """Slots that the GPU reads, empty, behind a drive of `disk` GB/s."""
     slots = int(share * sum(map(len, store.blocks)))
-    workers, drive = Workers(threads, AWAKE_US), DeviceDrive(memory, gb_s=disk)
-    opened = Host(catalog(store), workers, slots=slots, readers=READERS, prefetch=way.prefetch, drives=[drive])
+    workers, drive = Workers(args.threads, AWAKE_US), DeviceDrive(memory, gb_s=disk)
+    opened = Host(
+        catalog(store),
+        workers,
+        slots=slots,
+        readers=READERS,
+        prefetch=way.prefetch,
+        piece_bytes=args.piece,
+        drives=[drive],
+    )
     try:
         shared = SharedSlots(opened)
         try:

@@ -19,7 +19,7 @@ from services.tools import figures
 from services.tools.repack import repack
 
 DEMO = Path(__file__).parents[2] / "demo"
-LEVELS = (1, 4, 16, 64)
+MOST_CLIENTS = 64  # at the queue that is too short
 ROOMY = {"ENGINE_QUEUE_LIMIT": "64", "ENGINE_EXPERT_SLOTS": "150", "ENGINE_PREFILL_CHUNK_TOKENS": "48"}
 SHORT = {**ROOMY, "ENGINE_QUEUE_LIMIT": "8"}
 REFERENCE = {"ENGINE_HOT_STATES_GB": "0", "API_READ_AHEAD": "false"}
@@ -72,7 +72,8 @@ def level(fleet: Fleet, clients: int, seconds: float, expected: dict[Question, l
 
 
 def drill(store: Path, folder: Path, levels: tuple[int, ...], full: int, seconds: float) -> list[tuple[str, Level]]:
-    """A level after the other with room for all, then `full` clients where there is not (0: none)."""
+    """A level after the other with room for all, then `full` clients where there is not (0: none). There, who comes
+    back at the right moment gets more: fairness is for those who were let in."""
     for name in ("reference", "roomy", "short"):
         (folder / name).mkdir()
     with Fleet(store, folder / "reference", engines=1, redis_mb=0, **WORKERS, **REFERENCE) as reference:
@@ -93,11 +94,15 @@ def drill(store: Path, folder: Path, levels: tuple[int, ...], full: int, seconds
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600, help="of each level (default: 600)")
+    parser.add_argument(
+        "--levels", default="1,4,16,64", help="clients; empty: only the short queue (default: 1,4,16,64)"
+    )
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         store = repack(DEMO, Path(name) / "demo", say=lambda text: None).folder
-        found = drill(store, Path(name), LEVELS, LEVELS[-1], args.seconds)
+        levels = tuple(map(int, filter(None, args.levels.split(","))))
+        found = drill(store, Path(name), levels, MOST_CLIENTS, args.seconds)
     for title, one in found if args.out else []:
         note = f"demo model, {one}"
         figures.append(args.out, f"load.{title}.wrong", one.seen.wrong, "answers", note)

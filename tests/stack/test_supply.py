@@ -138,3 +138,13 @@ def test_the_look_for_dangers_can_fail(source: str) -> None:
     assert not list(
         dangers("import re\nre.compile(x)\nmodel.eval()\ntorch.load(p, weights_only=True)\nyaml.safe_load(x)")
     )
+
+
+def test_what_security_promises_is_there() -> None:
+    text = (ROOT / "SECURITY.md").read_text()
+    paths = re.findall(r"`((?:tests|services)/[\w./]+)`", text)
+    assert len(paths) > 10
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    settings = set(re.findall(r"THIMBLE_[A-Z_]+", text))
+    example = (ROOT / ".env.example").read_text()
+    assert {name for name in settings if f"{name}=" not in example} == set()

@@ -35,39 +35,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     say: Say = print if args.show else lambda text: None
+
+    def told(name: str, value: float, unit: str, note: str) -> None:
+        print(f"{name:<22}{value:8.4f} {unit:<8}{note}", flush=True)
+        if args.record:
+            figures.append(args.record, name, value, unit, "; ".join(filter(None, (args.note, note))))
+
     if args.where.startswith(("http://", "https://")):
         if not args.model or args.texts:
             raise ExamError("a server: name its model, and leave out --texts")
-        found = examine(Server(args.where, args.model), args.few, say)
+        examine(Server(args.where, args.model), args.few, say, told)
     else:
         with tempfile.TemporaryDirectory() as scratch:
             model = InProcess(Path(args.where), Path(scratch))
             try:
-                found = examine(model, args.few, say)
+                examine(model, args.few, say, told)
             finally:
                 model.close()
     if args.texts:
-        found["demo.ppl_byte"] = _perplexity(Path(args.where), args.texts)
-    for name, (value, unit, note) in found.items():
-        print(f"{name:<22}{value:8.4f} {unit:<8}{note}")
-        if args.record:
-            figures.append(args.record, name, value, unit, "; ".join(filter(None, (args.note, note))))
+        told("demo.ppl_byte", *_perplexity(Path(args.where), args.texts))
     return 0
 
 
-Figures = dict[str, tuple[float, str, str]]  # name -> value, unit, note
+Figure = tuple[float, str, str]  # value, unit, note
 
 
-def examine(model: Asked, few: int | None, say: Say) -> Figures:
-    return {
-        "demo.questions": ask_questions(model, few, say),
-        **ask_problems(model, few, say),
-        **ask_calls(model, few, say),
-        "demo.chat_turns": talk(model, few, say),
-    }
+def examine(model: Asked, few: int | None, say: Say, told: Callable[[str, float, str, str], None]) -> None:
+    """Every figure is told as soon as it is there."""
+    told("demo.questions", *ask_questions(model, few, say))
+    for part in (ask_problems, ask_calls):
+        for name, figure in part(model, few, say).items():
+            told(name, *figure)
+    told("demo.chat_turns", *talk(model, few, say))
 
 
-def ask_questions(model: Asked, few: int | None, say: Say) -> tuple[float, str, str]:
+def ask_questions(model: Asked, few: int | None, say: Say) -> Figure:
     right, asked = Counter[str](), Counter[str]()
     for one in questions.questions()[:few]:
         messages: list[dict[str, Any]] = []
@@ -83,9 +85,9 @@ def ask_questions(model: Asked, few: int | None, say: Say) -> tuple[float, str, 
     return right.total() / asked.total(), "share", parts
 
 
-def ask_problems(model: Asked, few: int | None, say: Say) -> Figures:
+def ask_problems(model: Asked, few: int | None, say: Say) -> dict[str, Figure]:
     """Word problems without and with thinking."""
-    found: Figures = {}
+    found: dict[str, Figure] = {}
     problems = questions.problems()[:few]
     for name, think in (("demo.problems", False), ("demo.problems_thinking", True)):
         right = 0
@@ -99,7 +101,7 @@ def ask_problems(model: Asked, few: int | None, say: Say) -> Figures:
     return found
 
 
-def ask_calls(model: Asked, few: int | None, say: Say) -> Figures:
+def ask_calls(model: Asked, few: int | None, say: Say) -> dict[str, Figure]:
     """Right calls; and answers that use the result, which every model is given behind the right call."""
     called = used = 0
     calls = questions.tool_calls()[:few]
@@ -136,7 +138,7 @@ def _for_template(messages: list[dict[str, Any]], model: Asked) -> list[dict[str
     return whole
 
 
-def talk(model: Asked, few: int | None, say: Say) -> tuple[float, str, str]:
+def talk(model: Asked, few: int | None, say: Say) -> Figure:
     """How many turns of one chat stay in its format, until the first that does not."""
     messages: list[dict[str, Any]] = []
     said: list[str] = []
@@ -152,7 +154,7 @@ def talk(model: Asked, few: int | None, say: Say) -> tuple[float, str, str]:
     return len(turns), "turns", f"of {len(turns)}"
 
 
-def _perplexity(checkpoint: Path, text: Path) -> tuple[float, str, str]:
+def _perplexity(checkpoint: Path, text: Path) -> Figure:
     from services.tools import oracle
     from services.tools.perplexity import WINDOW_TOKENS, measure
     from services.tools.texts import Texts

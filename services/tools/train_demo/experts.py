@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ROOM_STEP_TOKENS = 64  # sizes repeat, so that memory is found again
+# Room grows in steps, so that sizes repeat and a GPU's allocator finds memory again; a step is little beside the mean.
+_LEAST_STEP_TOKENS = 64
+_STEPS_OF_MEAN = 16
 
 
 def places(ids: Tensor, experts: int) -> tuple[Tensor, int, Tensor]:
     """From the ids of experts [tokens, k] to each choice's row in [experts * room], the room, and tokens per expert."""
     flat = ids.reshape(-1)
     counts = torch.bincount(flat, minlength=experts)
-    room = -(-int(counts.max()) // _ROOM_STEP_TOKENS) * _ROOM_STEP_TOKENS
+    step = max(_LEAST_STEP_TOKENS, len(flat) // experts // _STEPS_OF_MEAN)
+    room = -(-int(counts.max()) // step) * step
     order = flat.argsort(stable=True)
     begin = counts.cumsum(0) - counts
     rank = torch.arange(len(flat), device=ids.device) - begin[flat[order]]
