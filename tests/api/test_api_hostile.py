@@ -22,7 +22,7 @@ from services.api.model_folder import ModelFolder
 from services.api.templates import ChatTemplate
 
 CHAT = "/v1/chat/completions"
-MOST_S = 20.0  # for a refusal, on a busy machine; without limits some of these took 30 to 60 s
+MOST_CPU_S = 10.0  # for a refusal; without limits some of these took 30 to 60 s. Processor time: machines are busy
 MOST_GROWTH_BYTES = 700_000_000  # and gigabytes
 
 
@@ -76,13 +76,13 @@ BOMBS: dict[str, tuple[str, bytes, str]] = {
 def test_a_bomb_is_refused_soon_and_in_little_memory(api: RunningApi, engine: ScriptedEngine, name: str) -> None:
     path, body, code = BOMBS[name]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    began = time.monotonic()
+    began = time.process_time()
     headers = {
         "Content-Type": "application/json",
         "Content-Encoding": "gzip" if body[:2] == b"\x1f\x8b" else "identity",
     }
     answer = api.client.post(path, content=body, headers=headers, timeout=120)
-    assert time.monotonic() - began < MOST_S
+    assert time.process_time() - began < MOST_CPU_S
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024 < MOST_GROWTH_BYTES
     assert not engine.calls, "it reached the engine"
@@ -155,7 +155,7 @@ class Raw:
 
     def __init__(self, api: RunningApi) -> None:
         host, port = api.url.removeprefix("http://").split(":")
-        self.socket = socket.create_connection((host, int(port)), timeout=15)
+        self.socket = socket.create_connection((host, int(port)), timeout=60)
 
     def send(self, data: bytes) -> "Raw":
         self.socket.sendall(data)
@@ -175,8 +175,8 @@ class Raw:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits of tenths of a second."""
-    for name, value in (("patience_s", 0.4), ("look_every_s", 0.1), ("least_bytes_s", 1000)):
+    """Limits of a second or two."""
+    for name, value in (("patience_s", 1.5), ("look_every_s", 0.2), ("least_bytes_s", 1000)):
         monkeypatch.setattr(Connection, name, value)
 
 
@@ -187,7 +187,7 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: applicat
 def test_who_does_not_go_on_is_let_go(hasty: None, api: RunningApi, sent: bytes) -> None:
     began = time.monotonic()
     said = Raw(api).send(sent).rest()
-    assert 0.3 < time.monotonic() - began < 5
+    assert 1.4 < time.monotonic() - began < 30
     assert said.startswith(b"HTTP/1.1 408")
     assert b"did not come to its end in time" in said
 
@@ -217,8 +217,8 @@ def test_drop_by_drop_is_too_slow_and_others_are_served(hasty: None, api: Runnin
 
 
 def test_a_slow_body_that_keeps_coming_is_taken(hasty: None, api: RunningApi) -> None:
-    """Ten times as long as patience, at five times the least rate."""
-    body = chat("Hi") + b" " * 6000
+    """Twice as long as patience, at five times the least rate."""
+    body = chat("Hi") + b" " * 15_000
 
     def pieces() -> Any:
         for at in range(0, len(body), 500):
@@ -234,7 +234,7 @@ def test_a_connection_may_rest_between_requests(hasty: None, api: RunningApi) ->
     with httpx.Client(base_url=api.url) as client:
         assert client.get("/health").status_code == 200
         [ours] = client._transport._pool.connections  # type: ignore[attr-defined]
-        time.sleep(1.0)
+        time.sleep(2.5)
         assert client.get("/health").status_code == 200
         assert client._transport._pool.connections == [ours]  # type: ignore[attr-defined]
     assert KEEP_ALIVE_S > 60
@@ -278,7 +278,7 @@ def test_handles_come_back(hasty: None, start_api: Callable[..., RunningApi]) ->
         held = [Raw(api) for _ in range(60)]
         for one in held:
             one.rest()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while len(list(Path("/proc/self/fd").iterdir())) > before + 2:
         assert time.monotonic() < deadline
         time.sleep(0.05)

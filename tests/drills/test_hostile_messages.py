@@ -8,9 +8,9 @@ from toy_server import channel_to, serving
 
 
 def test_damaged_messages_are_refused_and_harm_nobody() -> None:
-    report = run(4, seed=2)
+    report = run(3, seed=2, least=40)
     assert report.findings == []
-    assert sum(report.calls.values()) > 20
+    assert sum(report.calls.values()) >= 40
     assert report.honest >= 1
     assert {"Generate", "Info", "Vision"} <= set(report.calls)
 
