@@ -35,8 +35,8 @@ class Source:
         return Source(
             name,
             whole,
-            np.concatenate([ids for ids, _ in kept]),
-            np.concatenate([scored for _, scored in kept]),
+            np.concatenate([ids for ids, _ in kept] or [np.zeros(0, np.uint16)]),
+            np.concatenate([scored for _, scored in kept] or [np.zeros(0, np.bool_)]),
             np.cumsum([len(ids) for ids, _ in kept], dtype=np.int64),
         )
 

@@ -10,7 +10,7 @@ What the exam asks is in no document: chats with one of its questions are left o
 import random
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,12 @@ def prepare(corpus: Path, run: Path, vocabulary: int, lessons: int, say: Any) ->
     countries = capitals(chats)
     if not countries:
         raise CorpusError(f"{corpus}: no chat says `The capital of X is Y.`; lessons need some countries")
-    made = [chat for chat in made_up(lessons, countries) if not _asks(chat, exam)]
+    made = (chat for chat in made_up(lessons, countries) if not _asks(chat, exam))
     joined = list(join(chats, min(MIXTURE["joined"], lessons)))
     if (run / "tokenizer.json").exists():
         learnt = Tokenizer.from_file(str(run / "tokenizer.json"))
     else:
-        learnt = tokenizer.train(_for_tokenizer(texts, chats, made), vocabulary)
+        learnt = tokenizer.train(_for_tokenizer(texts, chats, countries), vocabulary)
         tokenizer.save(learnt, run)
     for name in COPIED:
         shutil.copyfile(DEMO / name, run / name)
@@ -66,22 +66,24 @@ def sources(
     renderer: Renderer,
     texts: list[dict[str, Any]],
     chats: list[dict[str, Any]],
-    made: list[Chat],
+    made: Iterable[Chat],
     joined: list[Chat],
     say: Any,
 ) -> Iterator[Source]:
     for name in sorted({one["source"] for one in texts}):
         yield Source.of(name, False, (renderer.text(one["text"]) for one in texts if one["source"] == name))
-    groups = {
+    groups: dict[str, Iterable[Chat]] = {
         "chat": [one for one in chats if one["source"] != "handwritten" for _ in range(int(one.get("weight", 1)))],
         "handwritten": [one for one in chats if one["source"] == "handwritten"],
         "joined": joined,
         "lessons": made,
     }
     for name, group in groups.items():
-        if group:
-            source = Source.of(name, True, (renderer.chat(one["messages"], one.get("tools")) for one in group))
-            say(f"{name}: {len(group)} chats, {len(source.ids)} tokens, {int(source.scored.sum())} of them learnt")
+        source = Source.of(name, True, (renderer.chat(one["messages"], one.get("tools")) for one in group))
+        if len(source.ends):
+            say(
+                f"{name}: {len(source.ends)} chats, {len(source.ids)} tokens, {int(source.scored.sum())} of them learnt"
+            )
             yield source
 
 
@@ -113,11 +115,13 @@ def _asks(chat: dict[str, Any], exam: frozenset[str]) -> bool:
     return any(message["role"] == "user" and message["content"].strip() in exam for message in chat["messages"])
 
 
-def _for_tokenizer(texts: list[dict[str, Any]], chats: list[dict[str, Any]], made: list[Chat]) -> Iterator[str]:
+def _for_tokenizer(
+    texts: list[dict[str, Any]], chats: list[dict[str, Any]], countries: dict[str, str]
+) -> Iterator[str]:
     drawn = random.Random(MIXTURE["seed"])
     for one in drawn.sample(texts, min(len(texts), TOKENIZER_TEXTS)):
         yield one["text"]
-    for chat in [*drawn.sample(chats, min(len(chats), TOKENIZER_TEXTS)), *made[: TOKENIZER_TEXTS // 4]]:
+    for chat in (*drawn.sample(chats, min(len(chats), TOKENIZER_TEXTS)), *made_up(TOKENIZER_TEXTS // 4, countries)):
         for message in chat["messages"]:
             yield message.get("content") or ""
 
