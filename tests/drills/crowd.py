@@ -107,6 +107,9 @@ class Client:
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
                 event = json.loads(line.removeprefix("data: "))
+                if "error" in event and event["error"].get("code") == "queue_full":
+                    self.seen.refused += 1  # it took the engine so long to say so that the stream had begun
+                    return
                 if "error" in event:
                     self.seen.failures[f"in mid-stream: {event['error'].get('code')}"] += 1
                     return

@@ -25,8 +25,7 @@ def test_a_crowd_gets_right_answers_and_leaves_nothing(demo_store: Store, tmp_pa
     assert one.sound, str(one)
     assert one.seen.answers > 5
     assert one.seen.refused > 0, "20 clients, four places and a queue of eight"
-    assert one.engine.threads <= 0
-    assert one.api.threads <= 1
+    assert max(one.engine.threads, one.api.threads) <= 2, "pools may grow, a thread for each client may not be"
 
 
 async def judged(answer: httpx.Response, expected: Mapping[Question, Any]) -> Seen:
@@ -37,12 +36,13 @@ async def judged(answer: httpx.Response, expected: Mapping[Question, Any]) -> Se
     return client.seen
 
 
-@pytest.mark.parametrize("case", ["right", "wrong", "a bit", "failure", "busy", "busy without a time"])
+@pytest.mark.parametrize("case", ["right", "wrong", "a bit", "failure", "busy", "busy late", "busy without a time"])
 def test_the_drill_can_fail(case: str) -> None:
     entry = {"token": "b" if case == "wrong" else "a", "logprob": -0.25 if case == "a bit" else -0.5}
     event = json.dumps({"choices": [{"logprobs": {"content": [entry]}}]})
     replies = {
         "failure": httpx.Response(200, text='data: {"error": {"code": "engine_failed"}}\n\n'),
+        "busy late": httpx.Response(200, text='data: {"error": {"code": "queue_full"}}\n\n'),
         "busy": httpx.Response(429, headers={"Retry-After": "3"}),
         "busy without a time": httpx.Response(429),
     }
@@ -55,7 +55,7 @@ def test_the_drill_can_fail(case: str) -> None:
     assert seen.wrong == (case in ("wrong", "a bit"))
     assert seen.answers == (case in ("right", "wrong", "a bit"))
     assert sum(seen.failures.values()) == (case in ("failure", "busy without a time"))
-    assert seen.refused == (case == "busy")
+    assert seen.refused == (case in ("busy", "busy late"))
 
 
 def test_fairness_is_of_the_steady_ones() -> None:
