@@ -168,7 +168,7 @@ def test_three_calls_at_once_answer_as_they_do_alone(channel: grpc.Channel, ids:
 
 def test_limits_come_from_info_and_hold(channel: grpc.Channel, scarce_channel: grpc.Channel, ids: list[int]) -> None:
     info, scarce = (EngineStub(c).Info(pb.InfoRequest()) for c in (channel, scarce_channel))
-    assert (info.vocab_size, info.context_tokens, info.vision) == (4096, 4096, False)
+    assert (info.vocab_size, info.context_tokens, info.vision) == (4096, 4096, True)
     assert (info.device == "cpu") == (TESTED_DEVICE == "cpu")
     assert (scarce.max_sequences, scarce.queue_limit) == (2, 1)
     assert info.model_fingerprint == scarce.model_fingerprint
@@ -196,10 +196,10 @@ def test_a_full_queue_is_refused_before_it_is_taken_in(scarce_channel: grpc.Chan
         call.cancel()
 
 
-def test_vision_is_declared_and_unimplemented(channel: grpc.Channel) -> None:
+def test_vision_wants_an_ask_before_data(channel: grpc.Channel) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         EngineStub(channel).Vision(iter([pb.VisionIn(data=b"\x89PNG")]))
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_health_and_reflection_are_the_standard_services(channel: grpc.Channel) -> None:

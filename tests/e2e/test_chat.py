@@ -18,7 +18,7 @@ COMMON_WORD = re.compile(
 
 
 def models(running: Running) -> tuple[str, str]:
-    plain, think = [model.id for model in running.client.models.list().data]
+    plain, think, *_ = [model.id for model in running.client.models.list().data]  # then those for documents
     assert think == f"{plain}-think"
     return plain, think
 

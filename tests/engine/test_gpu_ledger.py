@@ -26,8 +26,9 @@ from services.engine.gpu.token import Token
 from services.engine.gpu.weights import DeviceWeights
 from services.engine.pages import PAGE_TOKENS
 from services.engine.vision.device import card_bytes
-from services.tools import synthetic_vision
+from services.tools import small_checkpoint, synthetic_vision
 from services.tools.cli import main
+from services.tools.repack import repack
 from services.tools.synthetic_shapes import SMALL, SUPER, dense_layout
 
 DENSE = dense_layout(SUPER)
@@ -172,7 +173,7 @@ def test_what_no_card_can_do_is_refused(wrong: dict[str, Any]) -> None:
         Wanted(**wrong)
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], demo_store: Store) -> None:
+def test_the_command(capsys: pytest.CaptureFixture[str], demo_store: Store, tmp_path: Path) -> None:
     assert main(["ledger", "--shape", "super"]) == 0
     printed = capsys.readouterr().out
     assert "8151 MiB, nothing else on the card: fits" in printed
@@ -184,7 +185,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], demo_store: Store) -> N
     assert SMALL.experts < SUPER.experts
     assert main(["ledger", "--shape", "super", "--pictures"]) == 0
     assert "217.7 MiB  vision ring and activations" in capsys.readouterr().out
-    assert main(["ledger", str(demo_store.folder), "--pictures"]) == 1
+    assert main(["ledger", str(demo_store.folder), "--pictures"]) == 0
+    assert "vision ring and activations" in capsys.readouterr().out
+    blind = repack(small_checkpoint.write(tmp_path / "c"), tmp_path / "store", say=lambda _: None)
+    assert main(["ledger", str(blind.folder), "--pictures"]) == 1
     assert "this model does not see" in capsys.readouterr().err
 
 

@@ -21,7 +21,7 @@ from kernels.linear.reference import linear
 from kernels.norm.reference import rms_norm
 
 FP8 = torch.float8_e4m3fn
-DEMO = json.loads((Path(__file__).parents[2] / "demo/config.json").read_text())
+DEMO = json.loads((Path(__file__).parents[2] / "demo/config.json").read_text())["llm_config"]
 
 
 class Shape(NamedTuple):

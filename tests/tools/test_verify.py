@@ -53,7 +53,7 @@ def test_not_a_number_fails() -> None:
     assert not Parity(**{**vars(GOOD), "mean_kl": float("nan")}).passed
 
 
-@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("missing", ["config.json", "language.safetensors", "tokenizer.json"])
 def test_a_checkpoint_that_the_reference_cannot_read(
     missing: str, demo_store: Store, demo_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

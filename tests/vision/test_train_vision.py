@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load
 
 from services.engine.vision.embedding import embed, run
 from services.tools.repack import repack
@@ -110,5 +111,18 @@ def test_the_command_makes_a_checkpoint_that_is_read(
     assert repack(tmp_path / "out", tmp_path / "store", say=lambda text: None).vision() is not None
     with pytest.raises(Exception, match="exists"):
         command.run(parser.parse_args(words.split()))
-    with pytest.raises(Exception, match="a vision side already"):
-        command.run(parser.parse_args([str(tmp_path / "out"), str(tmp_path / "again")]))
+
+
+def test_the_demo_taught_anew_differs_in_what_it_sees_with_only(demo_checkpoint: Path, tmp_path: Path) -> None:
+    """Its card's recipe starts from itself. The demo's own tower has five blocks."""
+    command.write(demo_checkpoint, tmp_path / "anew", Network(small_config(256, blocks=5)))
+    ours, anew = ({p.name: p.read_bytes() for p in folder.iterdir()} for folder in (demo_checkpoint, tmp_path / "anew"))
+    assert ours.keys() == anew.keys()
+    assert {name for name in ours if anew[name] != ours[name]} - {"language.safetensors"} == {"vision.safetensors"}
+    language, before = (load(files["language.safetensors"]) for files in (anew, ours))
+    assert language.keys() == before.keys()
+    assert all(_bytes(language[name]) == _bytes(before[name]) for name in before)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.flatten().view(torch.uint8).numpy().tobytes()

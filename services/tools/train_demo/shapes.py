@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.engine.model_config import language_config, read_config
+
 DEMO = Path(__file__).parents[3] / "demo"
 MIXTURE: dict[str, Any] = json.loads((Path(__file__).parent / "mixture.json").read_text(encoding="utf-8"))
 
@@ -64,7 +66,7 @@ STAGES = ("pretrain", "chat", "quantise")
 
 def config(size: str) -> dict[str, Any]:
     """config.json of a checkpoint that is not quantised, with the draft block named as the real model's is."""
-    raw: dict[str, Any] = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))
+    raw = dict(language_config(read_config(DEMO)))
     raw.pop("quantization_config", None)
     raw |= {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
     if size == "tiny":

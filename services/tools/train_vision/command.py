@@ -1,7 +1,7 @@
-"""`thimble teach`: from a checkpoint that only reads to one that also sees small drawings and numbers.
+"""`thimble teach`: from a checkpoint that reads to one that also sees small drawings and numbers.
 
 The language model is not touched: the new checkpoint has the same files, the vision tensors beside them, and a
-config.json that names both.
+config.json that names both. What the old one saw with is not taken over, so that the demo can be taught anew.
 """
 
 import argparse
@@ -13,13 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.engine.errors import CheckpointError
-from services.engine.model_config import read_config
+from services.engine.model_config import language_config, read_config
+from services.engine.names import canonical
 from services.tools.train_vision.network import Network, config_entries, small_config
 from services.tools.train_vision.training import Training
 
+REPLACED = ("*.safetensors", "*.index.json", "config.json", "preprocessor_config.json")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=Path, help="a quantised checkpoint without vision, such as demo")
+    parser.add_argument(
+        "checkpoint", type=Path, help="a quantised checkpoint, such as demo; a tower it has is left out"
+    )
     parser.add_argument("out", type=Path, help="folder for the new checkpoint; must not exist")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, default=8.0, help="of training (8)")
@@ -31,12 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    raw = read_config(args.checkpoint)
-    if "llm_config" in raw or "vision_config" in raw:
-        raise CheckpointError(f"{args.checkpoint}: has a vision side already; give one without")
+    language = language_config(read_config(args.checkpoint))
     if args.out.exists():
         raise CheckpointError(f"{args.out}: exists; give a new folder")
-    network = Network(small_config(raw["hidden_size"], args.width, args.blocks))
+    network = Network(small_config(language["hidden_size"], args.width, args.blocks))
     training = Training(args.checkpoint, network, args.device, args.batch, args.workers, print)
     training.run(args.minutes)
     for kind, (right, asked) in training.score(args.score).items():
@@ -47,14 +50,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write(checkpoint: Path, out: Path, network: Network) -> None:
-    """The checkpoint with the network beside its tensors, in the style of 3.5-Super-VL."""
+    """The checkpoint with the network in place of what it saw with, in the style of 3.5-Super-VL."""
     raw = read_config(checkpoint)
-    shutil.copytree(checkpoint, out, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json", "config.json"))
-    quantised = raw.pop("quantization_config", None)
+    language = dict(language_config(raw))
+    shutil.copytree(checkpoint, out, ignore=shutil.ignore_patterns(*REPLACED))
+    quantised = language.pop("quantization_config", None) or raw.get("quantization_config")
     whole = {
         "architectures": ["NemotronH_Omni_Reasoning_V3"],
         "model_type": "nemotron_h_omni",
-        "llm_config": raw,
+        "llm_config": language,
         "sound_config": None,
         **config_entries(network.config),
     }
@@ -63,7 +67,8 @@ def write(checkpoint: Path, out: Path, network: Network) -> None:
     )
     parts = {"language.safetensors": {}, "vision.safetensors": network.checkpoint_tensors()}
     for path in sorted(checkpoint.glob("*.safetensors")):
-        parts["language.safetensors"] |= load_file(path)
+        tensors = load_file(path)
+        parts["language.safetensors"] |= {name: tensors[name] for name in tensors if canonical(name)[0] != "vision"}
     where = {name: file for file, tensors in parts.items() for name in tensors}
     for file, tensors in parts.items():
         save_file(tensors, out / file)

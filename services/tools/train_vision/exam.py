@@ -6,7 +6,9 @@ import io
 import json
 import urllib.request
 from collections import Counter
+from pathlib import Path
 
+from services.tools import figures
 from services.tools.train_vision.drawings import HELD_OUT, KINDS, Drawing, drawing, is_right
 
 
@@ -15,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model")
     parser.add_argument("--drawings", type=int, default=200, help="how many (200)")
     parser.add_argument("--first", type=int, default=10_000_000, help="number of the first one, of those held out")
+    parser.add_argument("--record", type=Path, metavar="CSV", help="append a demo.vision row for each kind of question")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,7 +28,13 @@ def run(args: argparse.Namespace) -> int:
         right[drawn.kind] += is_right(drawn, ask(args.url, args.model, drawn))
     for kind in KINDS:
         if asked[kind]:
-            print(f"{kind:<8}{right[kind]:>5} of {asked[kind]:<5}{100 * right[kind] / asked[kind]:6.1f} %")
+            percent = 100 * right[kind] / asked[kind]
+            print(f"{kind:<8}{right[kind]:>5} of {asked[kind]:<5}{percent:6.1f} %")
+            if args.record:
+                note = (
+                    f"{kind}: {right[kind]} of {asked[kind]} held-out drawings from {args.first} on, asked of the api"
+                )
+                figures.append(args.record, "demo.vision", percent, "%", f"{args.model}, {note}")
     return 0
 
 
