@@ -8,7 +8,7 @@ the number of rows. Products are of F16 or BF16 numbers, as the activations are,
 E2M1 value has 2 significant bits and an E4M3 block scale 4, so their product has at most 6 of F16's 11 or BF16's 8,
 inside the exponents of both; E4M3 has 4. Only BF16 weights below 2^-14 lose, as F16, what is under 2^-25. The tensor's
 scale is applied to the float32 sum. With `precise` float32 activations count with 16 bits, as the sum of two
-BF16 numbers; so do F32 and, exactly, F16 weights.
+BF16 numbers; so do F32 and, exactly, F16 weights beside BF16 ones. Beside F16 activations they are F16.
 
 Weights are the left operand, which the tensor cores of sm_90 take from registers, where it is unpacked; activations go
 through shared memory. A program's result is hence [BN, BM]. Consecutive programs share their weights, which are read
@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.elementary.gpu import bfloat16, rounded_to
+from kernels.elementary.gpu import bfloat16, float16, rounded_to
 from kernels.linear.gpu import Linear
 
 Tensor = torch.Tensor
@@ -296,12 +296,14 @@ def sweep_kernel(
             weights = tl.reshape(tl.join(low, high), [BN, BK])
         elif FORMAT == "BF16":
             weights = codes if tl.bfloat16 == KIND else codes.to(tl.float32).to(KIND)
+        elif tl.float16 == KIND:
+            weights = float16(codes.to(tl.float32))
         else:
             weights, weights_rest = _halves(codes.to(tl.float32))
         if PRECISE:
             values, values_rest = _halves(values)
             total = _dot(weights, values_rest, total)
-        if FORMAT == "F16" or FORMAT == "F32":
+        if (FORMAT == "F16" or FORMAT == "F32") and tl.bfloat16 == KIND:
             total = _dot(weights_rest, values, total)
         total = _dot(weights, values, total)
     total *= factor
@@ -342,7 +344,6 @@ def linear(
     """
     tokens, columns = x.shape
     assert x.dtype == torch.float32 if precise else x.dtype in (torch.float16, torch.bfloat16)
-    assert precise or x.dtype == torch.bfloat16 or weights.format in _WHOLE
     assert x.is_contiguous()
     assert weights.columns == columns
     assert out.shape == (tokens, weights.rows)

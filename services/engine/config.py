@@ -113,7 +113,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "queue_limit": (0, 10_000),
     "context_tokens": (0, 10_000_000),
     "kv_gb": (0.001, 4096),
-    "prefill_chunk_tokens": (0, 65536),
+    "prefill_chunk_tokens": (0, 65535),
     "grammar_max_bytes": (0, 4_000_000),
     "grammar_timeout_s": (0.001, 60),
     "hot_states_gb": (0, 4096),

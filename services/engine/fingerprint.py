@@ -26,13 +26,15 @@ def arithmetic_fingerprint(model_fingerprint: str, path: str) -> str:
 
 @functools.cache
 def _sources() -> str:
-    """A hash over the text of the kernels and of the model: no edit that changes bits can be forgotten.
+    """A hash over the text of the kernels and of what puts them together: no edit that changes bits can be forgotten.
 
     Once a process: an edit of a file after that is not what runs.
     """
     root = Path(kernels.__file__).parent
     files = sorted(path for path in root.rglob("*") if path.suffix in SUFFIXES)
     digest = hashlib.blake2b(digest_size=32)
-    for path in [*files, Path(services.engine.model.__file__)]:
+    engine = Path(services.engine.model.__file__).parent
+    together = [engine / "model.py", engine / "sequence.py", *sorted((engine / "gpu").glob("*.py"))]
+    for path in [*files, *together]:
         digest.update(f"{path.relative_to(root.parent)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()

@@ -181,7 +181,9 @@ class Scheduler:
     def _next_fits(self) -> Sequence | None:
         """Whose turn for a place it is, if there is one for it."""
         placed = [*self.answering, *self.reading, *self.restoring]
-        if not self.waiting or len(placed) >= self.places:
+        reading = [] if self.under_way is None else self.under_way.sequences
+        leaving = sum(sequence.over for sequence in reading)  # over, but their states are in use until it has ended
+        if not self.waiting or len(placed) + leaving >= self.places:
             return None
         upcoming = self._places_in_turn.next([*filter(_urgent, self.waiting)] or self.waiting, placed)
         if not _urgent(upcoming) and any(map(_urgent, placed)):
@@ -342,6 +344,8 @@ class Scheduler:
         self.under_way = None
         try:
             reading.close()
+        except Exception:  # of a GPU that has failed: its next use says so, and everybody is told
+            log.exception("a reading could not be closed")
         finally:
             for sequence in reading.sequences:
                 if sequence.over:

@@ -343,3 +343,20 @@ def test_the_engine_answers_and_stops_while_a_long_reading_is_under_way() -> Non
         assert soon(lambda: model.log[-1] == "layer")
         t.engine.close(0.0)
         assert isinstance(alone.fail().error, StoppingError)
+
+
+def test_a_place_is_free_only_when_a_shared_reading_has_let_go_of_it() -> None:
+    """As many states as places: who was dropped keeps one until the others' reading has ended."""
+    bench = Bench(places=2)
+    bench.busy = True
+    gone, mate = bench.ask(*A), bench.ask(*B)
+    bench.step(2)
+    bench.scheduler.drop(gone.sequence, StepError("late"))
+    third = bench.ask(*C)
+    while bench.scheduler.under_way is not None and gone.sequence.state is not None:
+        assert third.sequence.state is None, "three states for two places"
+        bench.step()
+    bench.busy = False
+    bench.run()
+    assert mate.tokens
+    assert third.tokens

@@ -102,6 +102,7 @@ SWEEP = [
     linear("NVFP4", 4096, 5376, "add", "*fp32"),
     linear("BF16", 4096, 4096, "store", "*fp16"),
     *[linear(form, 512, 4096, "store", "*bf16", kind="*bf16") for form in WEIGHTS],
+    *[linear(form, 512, 4096, "store", "*fp16") for form in ("F16", "F32")],
     *[linear(form, 512, 4096, "store", "*fp32", precise=True) for form in ("NVFP4", "FP8", "BF16", "F32")],
     (
         norm_sweep.sweep_rms_norm_kernel,

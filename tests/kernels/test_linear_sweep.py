@@ -68,13 +68,13 @@ def test_is_the_definition_for_odd_sizes(form: str, columns: int) -> None:
     assert relative_error(run(weights, x), x.double() @ meaning.double().T) > 1e-3, "x is rounded to BF16"
 
 
-@pytest.mark.parametrize("form", ["NVFP4", "FP8", "BF16"])
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("columns", [128, 224])
 def test_halves_of_more_bits_lose_less(form: str, columns: int) -> None:
     weights, meaning = packed(form, randn(37, columns, seed=1, scale=0.1))
     x = randn(19, columns)
     found = run(weights, x, kind=torch.float16)
-    assert relative_error(found, exact(x, meaning, torch.float16)) < BOUND
+    assert relative_error(found, exact(x, meaning, torch.float16)) < (5e-4 if form == "F32" else BOUND)
     assert 1e-5 < relative_error(found, x.double() @ meaning.double().T) < 5e-4
     alone = [run(weights, row[None], None, kind=torch.float16) for row in x]
     assert torch.equal(torch.cat(alone), run(weights, x, None, kind=torch.float16))

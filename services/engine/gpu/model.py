@@ -180,8 +180,9 @@ class DeviceModel:
         """So that its kernels are compiled and loaded before anybody waits. The state means nothing afterwards."""
         if self.sweep is None:
             return
-        state.reserve(FIRST_SWEEP_TOKENS)
-        for _ in self.sweep.run([Segment(state, [0] * FIRST_SWEEP_TOKENS)], [state]):
+        count = min(FIRST_SWEEP_TOKENS, self.sweep.tokens)
+        state.reserve(count)
+        for _ in self.sweep.run([Segment(state, [0] * count)], [state]):
             pass
 
     @property

@@ -86,6 +86,16 @@ class Sweep:
         total = sum(counts)
         assert total <= self.tokens
         assert len(segments) <= MOST_SEQUENCES
+        try:
+            return (yield from self._layers(segments, states, counts))
+        except BaseException:
+            self.experts.feed.expect(0, [])  # what the next layer would have needed nobody needs now
+            raise
+
+    def _layers(
+        self, segments: Sequence[Segment], states: Sequence[DeviceState], counts: Sequence[int]
+    ) -> Generator[float, None, Tensor]:
+        total = sum(counts)
         parts = self._parts(counts, states)
         self._embed(segments)
         for row, state in enumerate(states):
@@ -142,12 +152,15 @@ class Sweep:
         pictured = ids >= FIRST
         pictures = [some for segment in segments for some in segment.rows]
         assert sum(map(len, pictures)) == int(pictured.sum()), "every place of a picture has its row"
+        shown = torch.cat(pictures) if pictures else None
         for begin in range(0, len(ids), SWEEP_PART):
-            part = ids[begin : begin + SWEEP_PART]
-            rows = self.weights.embeddings.rows(part.masked_fill(part >= FIRST, 0))
-            self.x[begin : begin + len(part)] = rows
-        if pictures:
-            self.x[: len(ids)][pictured.to(self.x.device)] = torch.cat(pictures).to(self.x.device)
+            stop = min(begin + SWEEP_PART, len(ids))
+            here = pictured[begin:stop]
+            rows = self.weights.embeddings.rows(ids[begin:stop].masked_fill(here, 0))
+            if shown is not None:
+                before, count = int(pictured[:begin].sum()), int(here.sum())
+                rows[here] = shown[before : before + count]
+            self.x[begin:stop] = rows
 
     def _norm(self, weight: Tensor, rows: slice) -> Tensor:
         out = self.normed[: rows.stop - rows.start]

@@ -1,5 +1,6 @@
 """Pictures that the engine's thread works on: one at a time, a piece of work between two of its steps."""
 
+import logging
 from collections import deque
 from collections.abc import Generator
 from concurrent.futures import Future
@@ -8,6 +9,8 @@ from threading import Lock
 from torch import Tensor
 
 from services.engine.errors import DeviceError, EngineError, StepError
+
+log = logging.getLogger(__name__)
 
 Work = Generator[None, None, Tensor]
 
@@ -66,7 +69,10 @@ class Looks:
             left = list(self._waiting)
             self._waiting.clear()
         for work, done in left:
-            work.close()
+            try:
+                work.close()
+            except Exception:  # of a GPU that has failed: whoever waits is told all the same
+                log.exception("a picture's reading could not be closed")
             _settle(done, None, error)
 
 
