@@ -115,11 +115,14 @@ class Model:
 
     def _run(self, segments: Sequence[Segment], give_way: Callable[[], bool] | None = None) -> Tensor:
         running = self._hidden(segments, give_way is not None)
+        spent, begun = self.spent.dense_s + self.spent.experts_s, time.perf_counter()
         while True:
             try:
                 next(running)
             except StopIteration as end:
                 hidden: Tensor = end.value
+                known_s = self.spent.dense_s + self.spent.experts_s - spent
+                self.spent.dense_s += time.perf_counter() - begun - known_s  # the stops cost time, too
                 return hidden
             if give_way is not None and give_way():
                 running.close()

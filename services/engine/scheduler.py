@@ -180,10 +180,10 @@ class Scheduler:
 
     def _next_fits(self) -> Sequence | None:
         """Whose turn for a place it is, if there is one for it."""
-        placed = [*self.answering, *self.reading, *self.restoring]
-        reading = [] if self.under_way is None else self.under_way.sequences
-        leaving = sum(sequence.over for sequence in reading)  # over, but their states are in use until it has ended
-        if not self.waiting or len(placed) + leaving >= self.places:
+        placed = self._placed
+        # One that is over keeps its state until the call of the network that it shares has ended.
+        held = [each for each in self.under_way.sequences if each.over] if self.under_way else []
+        if not self.waiting or len(placed) + len(held) >= self.places:
             return None
         upcoming = self._places_in_turn.next([*filter(_urgent, self.waiting)] or self.waiting, placed)
         if not _urgent(upcoming) and any(map(_urgent, placed)):
@@ -383,11 +383,10 @@ class Scheduler:
         for places in (self.waiting, self.restoring, self.reading, self.answering, self.idle):
             if sequence in places:
                 places.remove(sequence)
-        reading = self.under_way
-        if reading is None or sequence not in reading.sequences:
+        if self.under_way is None or sequence not in self.under_way.sequences:
             sequence.release()
-        elif all(mate.over for mate in reading.sequences):
-            self._end(reading)
+        elif all(mate.over for mate in self.under_way.sequences):
+            self._end(self.under_way)
 
 
 def _urgent(sequence: Sequence) -> bool:
@@ -397,6 +396,5 @@ def _urgent(sequence: Sequence) -> bool:
 def _as_engine_error(error: Exception) -> EngineError:
     if isinstance(error, EngineError):
         return error
-    return StepError(
-        f"the engine failed in this request ({type(error).__name__}: {error}): its log says more, ask again"
-    )
+    said = f"{type(error).__name__}: {error}"
+    return StepError(f"the engine failed in this request ({said}): its log says more, ask again")

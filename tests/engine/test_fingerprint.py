@@ -17,9 +17,12 @@ def copied_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of kernels/ that the fingerprint reads; its cache is cleared."""
     folder = tmp_path / "kernels"
     shutil.copytree(Path(kernels.__file__).parent, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    engine = Path(fingerprint.services.engine.model.__file__).parent
     model = tmp_path / "services/engine/model.py"
     model.parent.mkdir(parents=True)
-    shutil.copy(fingerprint.services.engine.model.__file__, model)
+    for name in ("model.py", "sequence.py"):
+        shutil.copy(engine / name, model.parent / name)
+    shutil.copytree(engine / "gpu", model.parent / "gpu", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(kernels, "__file__", str(folder / "__init__.py"))
     monkeypatch.setattr(fingerprint.services.engine.model, "__file__", str(model))
     return tmp_path
@@ -49,6 +52,14 @@ def test_model_path_and_torch_are_in_it(monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_edit_of_a_kernel_changes_it(copied_kernels: Path, name: str) -> None:
     before = fresh()
     path = copied_kernels / name
+    path.write_text(path.read_text() + " ")
+    assert fresh() != before
+
+
+@pytest.mark.parametrize("name", ["sequence.py", "gpu/sweep.py", "gpu/token.py"])
+def test_an_edit_of_what_puts_kernels_together_changes_it(copied_kernels: Path, name: str) -> None:
+    before = fresh()
+    path = copied_kernels / "services/engine" / name
     path.write_text(path.read_text() + " ")
     assert fresh() != before
 

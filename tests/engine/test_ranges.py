@@ -83,7 +83,7 @@ def test_a_sweep_names_its_layers_and_none_spans_a_place_where_others_run(
     sweep._parts = lambda counts, states: [part]  # type: ignore[assignment, method-assign]
     for name in ("_embed", "_mamba", "_attention", "_route", "_logits"):
         setattr(sweep, name, lambda *words: None)
-    monkeypatch.setattr("kernels.linear.sweep.linear", lambda *words: None)
+    monkeypatch.setattr("kernels.linear.sweep.linear", lambda *words, **more: None)
 
     experts = ExpertSweep.__new__(ExpertSweep)
     experts.layers, experts.experts, experts.group, experts.named_blocks = 1, 2, 1, 0
