@@ -73,10 +73,8 @@ class DeviceModel:
             for rows in range(1, most + 1):
                 scratch.append(self.new_state(1))
                 self.decoders.append(Decoder(weights, pool, slots, rows, context_tokens, placement or Placement()))
-            with ThreadPoolExecutor(len(self.decoders) + 1) as threads:
-                compiling = [threads.submit(decoder.compile, scratch[: decoder.rows]) for decoder in self.decoders]
-                for future in compiling:
-                    future.result()
+            with ThreadPoolExecutor(len(self.decoders)) as threads:
+                list(threads.map(lambda decoder: decoder.compile(scratch[: decoder.rows]), self.decoders))
             for decoder in self.decoders:
                 decoder.capture()
                 decoder.spent = self.spent

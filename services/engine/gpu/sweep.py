@@ -32,9 +32,7 @@ from services.engine.model import Segment
 from services.engine.pages import pages_for
 from services.engine.vision.ids import FIRST
 
-FINGERPRINT = "; ".join(
-    f"{each.FINGERPRINT}" for each in (dense, norm, mamba, attention, prefill)
-)  # what decides bits here
+FINGERPRINT = "; ".join(each.FINGERPRINT for each in (dense, norm, mamba, attention, prefill))
 
 SMALLER = 8.0  # the square root of how much smaller squares are kept than they are, for float16's range
 
@@ -83,8 +81,7 @@ class Sweep:
         others may run. The caller extends `ids`. Raises StepError; the states are then half-way between two tokens.
         """
         counts = [len(segment.ids) for segment in segments]
-        total = sum(counts)
-        assert total <= self.tokens
+        assert sum(counts) <= self.tokens
         assert len(segments) <= MOST_SEQUENCES
         try:
             return (yield from self._layers(segments, states, counts))
