@@ -1,5 +1,7 @@
 """The soak: the same seeded dialogs, side by side, round after round. Every round says what the first one said, and the
 processes take no more at the end than in the middle. `python tests/drills/soak.py --minutes 120` is the long one.
+
+`--share 0.15` rests between rounds, so that all of it takes no more than that part of one core.
 """
 
 import argparse
@@ -7,13 +9,14 @@ import concurrent.futures
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fleet import Fleet
 from load import WORKERS
-from vitals import Growth, Vitals
+from vitals import Growth, Vitals, cpu_s
 
 from services.tools import figures
 from services.tools.repack import repack
@@ -30,6 +33,7 @@ QUESTIONS = (
 SETTINGS = {"ENGINE_EXPERT_SLOTS": "150", "ENGINE_HOT_STATES_GB": "0.02"}  # small enough to be turned over
 MOST_PERCENT_A_MINUTE = 0.1
 MOST_NEW_THREADS = 2  # a pool starts one when all of it are busy at once, be it after an hour
+SAY_EVERY_S = 600.0
 LEAST_MINUTES = 60.0  # for that bar to mean something: in less, one page of malloc is a slope
 
 
@@ -72,7 +76,8 @@ def dialog(fleet: Fleet, seed: int) -> list[str]:
     return answers
 
 
-def drill(store: Path, folder: Path, minutes: float) -> Report:
+def drill(store: Path, folder: Path, minutes: float, share: float = 0.0) -> Report:
+    """`share`: of one core, for all of it; 0: as much as there is."""
     report = Report()
     with (
         Fleet(store, folder, engines=1, redis_mb=16, **WORKERS, **SETTINGS) as fleet,
@@ -84,13 +89,28 @@ def drill(store: Path, folder: Path, minutes: float) -> Report:
 
         first = one_round()
         one_round()  # what is only started once has started: pools, connections, the first dump of a state
-        began = time.monotonic()
-        with Vitals({name: fleet.pid(name) for name in fleet.names}) as vitals:
-            while time.monotonic() < began + 60 * minutes:
+        pids = {name: fleet.pid(name) for name in fleet.names}
+        began = said = time.monotonic()
+        until = began + 60 * minutes
+        with Vitals(pids) as vitals:
+            while time.monotonic() < until:
+                before_s, since = spent_s(pids), time.monotonic()
                 compare(report, first, one_round())
+                if share:
+                    rest_s = (spent_s(pids) - before_s) / share - (time.monotonic() - since)
+                    time.sleep(max(0.0, min(rest_s, until - time.monotonic())))
+                if time.monotonic() > said + SAY_EVERY_S:
+                    said = time.monotonic()
+                    now = ", ".join(f"{name} {one[-1].rss_bytes / 1e6:.1f} MB" for name, one in vitals.samples.items())
+                    print(f"{(said - began) / 60:.0f} minutes, {report.rounds} rounds: {now}", flush=True)
         report.minutes = (time.monotonic() - began) / 60
         report.growths = {name: vitals.growth(name) for name in fleet.names}
     return report
+
+
+def spent_s(pids: Mapping[str, int]) -> float:
+    """Processor time of the fleet and of this process so far."""
+    return time.process_time() + sum(map(cpu_s, pids.values()))
 
 
 def compare(report: Report, first: list[list[str]], now: list[list[str]]) -> None:
@@ -105,11 +125,12 @@ def compare(report: Report, first: list[list[str]], now: list[list[str]]) -> Non
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=120.0)
+    parser.add_argument("--share", type=float, default=0.0, help="of one core that it may take (default: all of two)")
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         store = repack(DEMO, Path(name) / "demo", say=lambda text: None).folder
-        report = drill(store, Path(name), args.minutes)
+        report = drill(store, Path(name), args.minutes, args.share)
     print(report, *report.faults(), sep="\n")
     if args.out:
         figures.append(args.out, "soak.wrong", len(report.wrong), "answers", f"demo model; {report}")

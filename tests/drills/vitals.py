@@ -3,6 +3,7 @@
 A leak is a slope. Memory that is filled once (caches, pools of malloc) is not one, so only the last half counts.
 """
 
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -58,6 +59,15 @@ def look(pid: int) -> Sample | None:
         return Sample(time.monotonic(), int(status["VmRSS"].split()[0]) * 1024, handles, int(status["Threads"]))
     except (OSError, KeyError):
         return None
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time that a process has taken, all its threads together; 0 if there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
