@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from services.tools.train_vision import scenes
+
 Chat = dict[str, Any]  # {"messages": [...], "tools": [...]}
 
 PURPOSES = json.loads((Path(__file__).parent / "purposes.json").read_text(encoding="utf-8"))
@@ -31,6 +33,7 @@ class Lessons:
             (1, self.repeat),
             (1, self.capitals),
             (1, self.tools_unneeded),
+            (2, self.described_picture),
         ]
 
     def chat(self) -> Chat:
@@ -298,6 +301,19 @@ class Lessons:
             ask = follow if number else f"What is the capital of {country}?"
             answer = f"The capital of {country} is {self._countries[country]}."
             messages += [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]
+        return {"messages": messages}
+
+    def described_picture(self) -> Chat:
+        """Told where a picture would stand: the model can answer of one before `thimble teach` has it see any."""
+        seen = scenes.scene(self.random, self.random.choice(scenes.KINDS))
+        messages: list[dict[str, Any]] = []
+        for _ in range(self.random.choice((1, 1, 2))):
+            asked = scenes.ask(seen, self.random.choice(scenes.topics(seen)), self.random)
+            shown = "" if messages else f"<img>{scenes.told(seen, self.random)}</img>\n"
+            messages += [
+                {"role": "user", "content": shown + asked.question},
+                {"role": "assistant", "content": asked.answer},
+            ]
         return {"messages": messages}
 
     def _asked(self, ask: str, answer: str, steps: str | None, think: float = 0.3) -> Chat:
