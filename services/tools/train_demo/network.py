@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu, softplus
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 
 from services.engine.model_config import ModelConfig
 from services.tools.train_demo import experts, scan
@@ -28,6 +28,7 @@ class Pass:
     watch: bool  # fill the two below
     sparsity: list[Tensor]  # of each expert layer: sum|r| / (sqrt(n) |r|_2) behind relu, 1 = nothing is zero
     zeros: list[Tensor]  # of each expert layer: share of values behind relu that are exactly zero
+    mix: scan.Mix | None = None  # scan.mix, compiled; only where gradients are wanted
 
 
 class Linear(nn.Module):
@@ -103,21 +104,19 @@ class Mamba(nn.Module):
         self.out_proj = Linear(f"{name}.out_proj", config.hidden_size, self.inner, form, scale)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
-        config, groups = self.config, self.config.mamba_groups
-        sizes = [self.inner, self.inner + 2 * self.shared, config.mamba_heads]
-        gate, mixed, dt = torch.split(self.in_proj(x, run.rounding), sizes, dim=-1)
-        kind = mixed.dtype
-        mixed = silu(scan.convolve(mixed, self.conv1d.weight, self.conv1d.bias, run.documents)).to(kind)
-        values, b, c = torch.split(mixed, [self.inner, self.shared, self.shared], dim=-1)
-        values = torch.unflatten(values, -1, (config.mamba_heads, -1))
-        b, c = (torch.unflatten(t, -1, (groups, -1)) for t in (b, c))
-        step = softplus(dt.float() + self.dt_bias)
-        chunk = 64 if x.is_cuda else 32
-        y = scan.scan(values, step, -torch.exp(self.A_log), b, c, run.documents, chunk)
-        y = (y + self.D.unsqueeze(-1) * values).flatten(2) * silu(gate.float())
-        y = rms_norm(torch.unflatten(y, -1, (groups, -1)), (self.inner // groups,), None, config.norm_eps).flatten(-2)
-        out: Tensor = self.out_proj((y * self.norm.weight).to(kind), run.rounding)
+        mix: scan.Mix = run.mix if run.mix is not None and torch.is_grad_enabled() else scan.mix
+        y = mix(*self.arguments(self.in_proj(x, run.rounding), run.documents))
+        out: Tensor = self.out_proj(y, run.rounding)
         return out
+
+    def arguments(self, projected: Tensor, documents: Tensor) -> tuple[object, ...]:
+        """Of scan.mix."""
+        config = self.config
+        sizes = [self.inner, self.inner + 2 * self.shared, config.mamba_heads]
+        own = (self.conv1d.weight, self.conv1d.bias, self.dt_bias, self.A_log, self.D, self.norm.weight)
+        chunk = 64 if projected.is_cuda else 32
+        parts = torch.split(projected, sizes, dim=-1)
+        return (*parts, *own, documents, config.mamba_groups, config.norm_eps, chunk)
 
 
 class Gate(nn.Module):
@@ -249,10 +248,15 @@ class Network(nn.Module):
             self.mtp = Draft(config)
 
     def forward(
-        self, ids: Tensor, documents: Tensor, rounding: Rounding | None = None, watch: bool = False
+        self,
+        ids: Tensor,
+        documents: Tensor,
+        rounding: Rounding | None = None,
+        watch: bool = False,
+        mix: scan.Mix | None = None,
     ) -> tuple[Tensor, Pass]:
         """Hidden states behind the final norm, float32 [rows, tokens, hidden], of ids int64 [rows, tokens]."""
-        run = start(documents, rounding, watch)
+        run = start(documents, rounding, watch, mix)
         x = self.embeddings(ids).float()
         for layer in self.layers:
             x = layer(x, run)
@@ -274,12 +278,21 @@ class Network(nn.Module):
     def draft_logits(self, states: Tensor, rounding: Rounding | None = None) -> Tensor:
         return linear(states, self.lm_head.value(rounding).detach()).float()
 
+    def sample(self, rows: int, tokens: int) -> tuple[object, ...]:
+        """Arguments of scan.mix as the first Mamba layer gives them, of random input."""
+        layer = next(module for module in self.modules() if isinstance(module, Mamba))
+        device = self.embeddings.weight.device
+        kind = torch.bfloat16 if device.type == "cuda" else torch.float32
+        x = torch.randn(rows, tokens, layer.in_proj.weight.shape[0], device=device, dtype=kind)
+        documents = torch.arange(tokens, device=device).div(tokens // 3, rounding_mode="floor").expand(rows, -1)
+        return layer.arguments(x, documents.contiguous())
+
     def mixtures(self) -> list[Mixture]:
         return [module for module in self.modules() if isinstance(module, Mixture)]
 
 
-def start(documents: Tensor, rounding: Rounding | None, watch: bool) -> Pass:
+def start(documents: Tensor, rounding: Rounding | None, watch: bool, mix: scan.Mix | None = None) -> Pass:
     tokens = documents.shape[1]
     causal = torch.ones(tokens, tokens, dtype=torch.bool, device=documents.device).tril()
     seen = (documents.unsqueeze(2) == documents.unsqueeze(1)) & causal
-    return Pass(documents, seen.unsqueeze(1), rounding, {}, watch, [], [])
+    return Pass(documents, seen.unsqueeze(1), rounding, {}, watch, [], [], mix)

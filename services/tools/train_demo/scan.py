@@ -6,9 +6,59 @@ Equal to kernels/mamba/reference.py's token by token up to rounding. Plain torch
 owns no weights.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, rms_norm, silu, softplus
+
+Mix = Callable[..., Tensor]
+
+
+def mix(
+    gate: Tensor,
+    mixed: Tensor,
+    dt: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor,
+    dt_bias: Tensor,
+    a_log: Tensor,
+    d: Tensor,
+    norm_weight: Tensor,
+    documents: Tensor,
+    groups: int,
+    eps: float,
+    chunk: int,
+) -> Tensor:
+    """All of a Mamba layer between its two projections, in mixed's dtype: gate [rows, tokens, inner], mixed [rows,
+    tokens, inner + 2 * groups * state] and dt [rows, tokens, heads] are the parts of the first one's output."""
+    inner, heads, kind = gate.shape[-1], dt.shape[-1], mixed.dtype
+    shared = (mixed.shape[-1] - inner) // 2
+    mixed = silu(convolve(mixed, conv_weight, conv_bias, documents)).to(kind)
+    values, b, c = torch.split(mixed, [inner, shared, shared], dim=-1)
+    values = torch.unflatten(values, -1, (heads, -1))
+    b, c = (torch.unflatten(t, -1, (groups, -1)) for t in (b, c))
+    y = scan(values, softplus(dt.float() + dt_bias), -torch.exp(a_log), b, c, documents, chunk)
+    y = (y + d.unsqueeze(-1) * values).flatten(2) * silu(gate.float())
+    y = rms_norm(torch.unflatten(y, -1, (groups, -1)), (inner // groups,), None, eps).flatten(-2)
+    return (y * norm_weight).to(kind)
+
+
+def compiled(sample: tuple[object, ...]) -> Mix | None:
+    """`mix` made into a few kernels, once tried with gradients on `sample`; None, and plain operations then, if this
+    machine cannot or they give something else."""
+    made: Mix = torch.compile(mix, dynamic=False)
+    found, wanted = (_with_gradients(one, sample) for one in (made, mix))
+    near = all(bool((f - w).norm() <= 0.05 * w.norm()) for f, w in zip(found, wanted, strict=True))
+    return made if near else None
+
+
+def _with_gradients(function: Mix, sample: tuple[object, ...]) -> list[Tensor]:
+    leaves = [t.detach().requires_grad_() if isinstance(t, Tensor) and t.is_floating_point() else t for t in sample]
+    with torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_available()):
+        y = function(*leaves)
+    wanted = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+    return [y.detach().float(), *(g.float() for g in torch.autograd.grad(y.float().square().mean(), wanted))]
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor, documents: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from services.engine.model_config import ModelConfig, read_config
-from services.tools.train_demo import documents
+from services.tools.train_demo import documents, scan
 from services.tools.train_demo.documents import Batch, Position, Rows
 from services.tools.train_demo.network import Network
 from services.tools.train_demo.rounding import Rounding
@@ -79,6 +79,7 @@ class Training:
         self.progress = Progress(STAGES[0])
         self.position = Position()
         self._sources = documents.load(run / "documents.xz")
+        self._mix: scan.Mix | None = None
         if (run / "state.pt").exists():
             self._load()
 
@@ -92,6 +93,8 @@ class Training:
             self.say(f"{stage}: all {done.planned} steps are done")
             return True
         rounding = Rounding() if stage == "quantise" else None
+        if self.half and self._mix is None:
+            self._mix = self._compiled()
         batches = self._batches(stage)
         began = saved = timed = time.monotonic()
         first = timed_from = done.steps
@@ -125,7 +128,7 @@ class Training:
             torch.from_numpy(t).to(self.device) for t in (batch.ids, batch.targets, batch.documents)
         )
         with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.half):
-            hidden, run = self.network(ids, places, rounding, watch)
+            hidden, run = self.network(ids, places, rounding, watch, self._mix)
             kept = targets != documents.NOT_SCORED
             loss = cross_entropy(self.network.logits(hidden[kept], rounding), targets[kept])
             states = self.network.draft(hidden, ids, run)
@@ -136,6 +139,19 @@ class Training:
         sparsity = torch.stack(run.sparsity).mean() if run.sparsity else nothing
         zeros = torch.stack(run.zeros).mean() if run.zeros else nothing
         return Losses(loss, draft, run.loads, sparsity, zeros)
+
+    def _compiled(self) -> scan.Mix | None:
+        """Most of a step's operations are a Mamba layer's small ones; a failure costs speed only."""
+        began = time.monotonic()
+        try:
+            made = scan.compiled(self.network.sample(self.recipe.rows, self.recipe.tokens))
+        except Exception as error:  # whatever a compiler may raise
+            made, why = None, f"{type(error).__name__}: {str(error)[:300]}"
+        else:
+            why = "it gives something else"
+        took = f"{time.monotonic() - began:.0f} s"
+        self.say(f"compiled in {took}" if made else f"not compiled, training goes on without ({took}): {why}")
+        return made
 
     def save(self) -> None:
         whole = {
