@@ -1,11 +1,13 @@
 """The kill drill: dialogs with a fleet whose members are killed at random moments, each turn held against a fleet that
-nobody kills and that never restores a state. `python tests/drills/kill_drill.py --turns 200` runs the long one.
+nobody kills and that never restores a state. `python tests/drills/kill_drill.py --each 100 --bystanders 2` is the long
+one: until each has been killed a hundred times, while others ask too.
 
 Right means: the same greedy text as the reference. Not lost means: what was stored before the turn under way is found
 again, unless the store itself was killed; what was in flight, the turn before, may be read again.
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import random
 import sys
@@ -14,9 +16,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from crowd import QUESTIONS as OTHERS
+from crowd import expected_answers, said
 from fleet import REDIS, Fleet
 
 from services.tools import figures
@@ -24,6 +29,7 @@ from services.tools.repack import repack
 
 DEMO = Path(__file__).parents[2] / "demo"
 TURNS_OF_A_DIALOG = 10
+PATIENCE_S = 300.0  # for an answer: all engines may be starting, on a machine that is busy
 CLOSING_TOKENS = 8  # of the template between two turns: what a state before an answer has not read of the history
 QUESTIONS = (
     "What is {n} + {m}?",
@@ -39,13 +45,16 @@ class Report:
         self.turns = self.wrong = self.lost = self.other_tokens = self.cached_tokens = self.prompt_tokens = 0
         self.kills: Counter[str] = Counter()
         self.failures: list[str] = []
+        self.others = 0  # answers to bystanders, each of them right
+        self.longest_s: dict[str, float] = {}  # that a turn took while this one was killed
 
     def __str__(self) -> str:
         kills = ", ".join(f"{name} {count}" for name, count in sorted(self.kills.items()))
+        longest = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in sorted(self.longest_s.items()))
         return (
             f"{self.turns} turns, killed: {kills}; wrong answers {self.wrong}, lost dialogs {self.lost}, turns whose "
             f"history was tokenised otherwise {self.other_tokens}; {self.cached_tokens} of {self.prompt_tokens} prompt "
-            "tokens came from snapshots"
+            f"tokens came from snapshots; right answers to others meanwhile {self.others}; longest turn {longest}"
         )
 
 
@@ -77,27 +86,87 @@ class Killer:
             self._thread.join()
 
 
+class Bystanders:
+    """A context manager: so many clients ask one thing after the other, and again until they are answered."""
+
+    def __init__(self, fleet: Fleet, reference: Fleet, count: int, report: Report) -> None:
+        self._fleet, self._report, self._count = fleet, report, count
+        self._expected = expected_answers(reference.url) if count else {}
+        self._over = threading.Event()
+        self._pool = concurrent.futures.ThreadPoolExecutor(max(1, count))
+
+    def __enter__(self) -> "Bystanders":
+        self._asking = [self._pool.submit(self._ask, number) for number in range(self._count)]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._pool.shutdown()
+        for one in self._asking:
+            if trouble := one.exception():
+                self._report.failures.append(f"a bystander: {trouble!r}")
+
+    def _ask(self, number: int) -> None:
+        choose = random.Random(number)
+        while not self._over.wait(choose.uniform(0.0, 1.0)):
+            question = choose.choice(OTHERS)
+            reply = self._fleet.chat(patience_s=PATIENCE_S, **question.body(f"bystander{number}", stream=False))
+            if said(reply["choices"][0]) == self._expected[question]:
+                self._report.others += 1
+            else:
+                self._report.wrong += 1
+                self._report.failures.append(f"a bystander got something else for {question}")
+
+
 def drill(
-    fleet: Fleet, reference: Fleet, turns: int, seed: int, say: Callable[[str], None], minutes: float = 600.0
+    fleet: Fleet,
+    reference: Fleet,
+    turns: int,
+    seed: int,
+    say: Callable[[str], None],
+    minutes: float = 600.0,
+    each: int = 0,
+    bystanders: int = 0,
 ) -> Report:
-    """Ends with the dialog under way after so many minutes."""
+    """So many turns, and on until each member was killed so often; ends with the dialog under way after so many
+    minutes."""
     report, choose = Report(), random.Random(seed)
     until = time.monotonic() + 60 * minutes
+    with Bystanders(fleet, reference, bystanders, report):
+        _dialogs(fleet, reference, report, choose, lambda: _goes_on(report, fleet, turns, each, until), say)
+    return report
+
+
+def _goes_on(report: Report, fleet: Fleet, turns: int, each: int, until: float) -> bool:
+    enough = report.turns >= turns and all(report.kills[name] >= each for name in fleet.names)
+    return not enough and time.monotonic() < until
+
+
+def _dialogs(
+    fleet: Fleet,
+    reference: Fleet,
+    report: Report,
+    choose: random.Random,
+    goes_on: Callable[[], bool],
+    say: Callable[[str], None],
+) -> None:
     killer = Killer(fleet, choose)
     store_killed_at = -10
-    for number in range(-(-turns // TURNS_OF_A_DIALOG)):
-        if time.monotonic() > until:
-            break
+    number = 0
+    while goes_on():
+        number += 1
         dialog: list[Any] = [{"role": "system", "content": f"You are helper number {number}."}]
         read: list[int] = []  # prompt tokens of each turn
-        for turn in range(min(TURNS_OF_A_DIALOG, turns - report.turns)):
+        for turn in range(TURNS_OF_A_DIALOG):
             n, m = choose.randrange(2, 40), choose.randrange(2, 40)
             dialog.append({"role": "user", "content": choose.choice(QUESTIONS).format(n=n, m=m)})
-            if choose.random() < 0.6:
-                victim = killer.strike()
+            victim = killer.strike() if choose.random() < 0.6 else "none"
+            if victim in fleet.names:
                 report.kills[victim] += 1
                 store_killed_at = report.turns if victim == REDIS else store_killed_at
-            reply = fleet.chat(dialog)
+            began = time.monotonic()
+            reply = fleet.chat(dialog, PATIENCE_S)
+            report.longest_s[victim] = max(report.longest_s.get(victim, 0.0), time.monotonic() - began)
             expected = reference.chat(dialog)
             _judge(report, reply, expected, read, report.turns - store_killed_at > 2)
             dialog.append(expected["choices"][0]["message"])
@@ -107,7 +176,6 @@ def drill(
             if turn % 3 == 2:
                 killer.wait()
     killer.wait()
-    return report
 
 
 def _judge(report: Report, reply: Any, expected: Any, read: list[int], store_is_old: bool) -> None:
@@ -145,6 +213,8 @@ def fleets(store: Path, folder: Path) -> Iterator[tuple[Fleet, Fleet]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=200)
+    parser.add_argument("--each", type=int, default=0, help="go on until each member was killed so often")
+    parser.add_argument("--bystanders", type=int, default=0, help="clients that ask meanwhile")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no dialog after this")
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
@@ -152,13 +222,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         store = repack(DEMO, Path(name) / "demo", say=lambda text: None).folder
         with fleets(store, Path(name)) as (fleet, reference):
-            report = drill(fleet, reference, args.turns, args.seed, lambda text: print(text, flush=True), args.minutes)
+            say = partial(print, flush=True)
+            limits = (args.minutes, args.each, args.bystanders)
+            report = drill(fleet, reference, args.turns, args.seed, say, *limits)
     print(report, *report.failures, sep="\n")
     if args.out:
         note = f"demo model, two engines; {report}"
         figures.append(args.out, "snapshot.drill_wrong", report.wrong, "answers", note)
         figures.append(args.out, "snapshot.drill_lost", report.lost, "dialogs", note)
-    return 1 if report.wrong or report.lost else 0
+    return 1 if report.failures else 0
 
 
 if __name__ == "__main__":

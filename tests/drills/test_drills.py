@@ -29,9 +29,10 @@ def reply(text: str, prompt_tokens: int, cached_tokens: int) -> dict[str, Any]:
 
 
 def test_ten_turns_with_kills(both: tuple[Fleet, Fleet]) -> None:
-    report = drill(*both, turns=10, seed=3, say=lambda text: None)
+    report = drill(*both, turns=10, seed=3, say=lambda text: None, bystanders=1)
     assert sum(report.kills.values()) >= 3
     assert (report.turns, report.failures) == (10, [])
+    assert report.others > 0
 
 
 def test_the_drill_can_fail() -> None:
