@@ -34,21 +34,17 @@ def _operand(x):
 def _walk(
     q, q_rest, best, total, mixed, mixed_rest, keys, start, tokens, score_factor, at, rest_at, rest_there,
     KV_STRIDE: tl.constexpr, VALUES: tl.constexpr, HIGH: tl.constexpr, REST: tl.constexpr, KEYS: tl.constexpr,
-    LAST: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys more; `best` is in units of log2. Of the last, what is beyond the rows repeats the last one and
-    has a share of exactly zero."""
+    """One tile of keys more; `best` is in units of log2. What is beyond the rows repeats the last one and has a share of
+    exactly zero."""
     key = start + tl.arange(0, KEYS)
     there = key < tokens
-    if LAST:
-        key = tl.minimum(key, tokens - 1)
-    row = keys + key * KV_STRIDE
+    row = keys + tl.minimum(key, tokens - 1) * KV_STRIDE
     scores = tl.dot(q, _operand(tl.load(row[None, :] + at[:, None])))
     if REST:
         rest = tl.load(row[None, :] + rest_at[:, None], mask=rest_there[:, None], other=0.0)
         scores = tl.dot(q_rest, _operand(rest), scores)
-    if LAST:
-        scores = tl.where(there[None, :], scores, float("-inf"))
+    scores = tl.where(there[None, :], scores, float("-inf"))
     new_best = tl.maximum(best, tl.max(scores, axis=1) * score_factor)
     shares = tl.exp2(tl.fma(scores, score_factor, -new_best[:, None]))
     decay = tl.exp2(best - new_best)
@@ -94,16 +90,10 @@ def vision_attend_kernel(
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, HIGH], tl.float32)
-    whole = tokens // KEYS * KEYS
-    for start in tl.range(0, whole, KEYS, num_stages=STAGES):
+    for start in tl.range(0, tokens, KEYS, num_stages=STAGES):
         best, total, mixed, mixed_rest = _walk(
             q, q_rest, best, total, mixed, mixed_rest, keys, start, tokens, score_factor, at, rest_at, rest_there,
-            KV_STRIDE, VALUES, HIGH, REST, KEYS, False,
-        )  # fmt: skip
-    if whole < tokens:
-        best, total, mixed, mixed_rest = _walk(
-            q, q_rest, best, total, mixed, mixed_rest, keys, whole, tokens, score_factor, at, rest_at, rest_there,
-            KV_STRIDE, VALUES, HIGH, REST, KEYS, True,
+            KV_STRIDE, VALUES, HIGH, REST, KEYS,
         )  # fmt: skip
     inverse = tl.div_rn(1.0, total)[:, None]
     target = out + (row * Q_STRIDE + tl.program_id(1) * SIZE)[:, None]
