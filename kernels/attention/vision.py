@@ -35,8 +35,8 @@ def _walk(
     q, q_rest, best, total, mixed, mixed_rest, keys, start, tokens, score_factor, at, rest_at, rest_there,
     KV_STRIDE: tl.constexpr, VALUES: tl.constexpr, HIGH: tl.constexpr, REST: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys more; `best` is in units of log2. What is beyond the rows repeats the last one and has a share of
-    exactly zero."""
+    """One tile of keys more; `best` is in units of log2. What is beyond the rows repeats the last one, with a share
+    of exactly zero."""
     key = start + tl.arange(0, KEYS)
     there = key < tokens
     row = keys + tl.minimum(key, tokens - 1) * KV_STRIDE
