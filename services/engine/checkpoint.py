@@ -16,7 +16,14 @@ from services.engine.names import Part, canonical
 from services.engine.parsing import parse_json
 from services.engine.tensorfile import Entry, read_header
 from services.engine.vision.names import VisionTensor, vision_tensors
-from services.engine.weights import Format, check_tensors, dense_tensors, expert_tensors
+from services.engine.weights import (
+    Format,
+    check_tensors,
+    dense_tensors,
+    draft_expert_tensors,
+    draft_tensors,
+    expert_tensors,
+)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -31,7 +38,7 @@ class Checkpoint:
     config: ModelConfig
     tensors: dict[str, Entry]
     formats: dict[str, Format]  # of every linear, by its name without `.weight`
-    mtp: dict[str, Entry]
+    mtp: dict[str, Entry]  # not checked: `draft_formats` does
     vision: dict[str, VisionTensor]  # by one set of names
     sound_tensors: int
 
@@ -56,6 +63,11 @@ class Checkpoint:
         architecture = (raw.get("architectures") or [str(raw.get("model_type"))])[0]
         vision = vision_tensors(parts["vision"], raw)
         return Checkpoint(folder, architecture, config, tensors, formats, parts["mtp"], vision, len(parts["sound"]))
+
+    def draft_formats(self) -> dict[str, Format]:
+        """Of every linear of the multi-token-prediction block. Raises CheckpointError if it is not as this engine
+        computes it, which does not make the model unusable."""
+        return check_tensors(self.mtp, draft_tensors(self.config), draft_expert_tensors(self.config))
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, Entry]]:

@@ -10,7 +10,7 @@ Formats are decided per linear from what is in the files, never from a list of m
     BF16 F16 F32  that type [N, K]
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +28,7 @@ Shape = tuple[int, ...]
 
 FLOATS = ("BF16", "F16", "F32")
 KV_SCALES = ("k_proj.k_scale", "v_proj.v_scale")
+DRAFT_ATTENTION, DRAFT_MOE = "mtp.layers.0", "mtp.layers.1"  # the layers of the multi-token-prediction block
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,18 @@ class Linear:
 
 
 class DenseWeights:
-    """Every tensor but the routed experts, read when asked for; the caller owns what it gets."""
+    """Tensors that are no routed experts', read when asked for; the caller owns what it gets."""
 
-    def __init__(self, entries: Mapping[str, Entry], config: ModelConfig) -> None:
-        """Raises CheckpointError if a tensor is missing, unknown or misshapen."""
+    def __init__(
+        self,
+        entries: Mapping[str, Entry],
+        config: ModelConfig,
+        expected: Callable[[ModelConfig], "Expected"] | None = None,
+    ) -> None:
+        """Of the part of the model that is `expected`, by default all layers. Raises CheckpointError if a tensor is
+        missing, unknown or misshapen."""
         self._entries = entries
-        self.formats = check_tensors(entries, dense_tensors(config))
+        self.formats = check_tensors(entries, (expected or dense_tensors)(config))
 
     def linear(self, name: str) -> Linear:
         """A linear in its own format, by its name without `.weight` (`layers.0.mixer.in_proj`, `lm_head`)."""
@@ -103,34 +110,66 @@ def dense_tensors(config: ModelConfig) -> Expected:
             plain[mixer + "norm.weight"] = (config.mamba_inner,)
             plain |= {mixer + name: (heads,) for name in ("A_log", "D", "dt_bias")}
         elif layer == "attention":
-            query, kv = config.attention_heads * config.head_dim, config.kv_heads * config.head_dim
-            linears |= {mixer + "q_proj": (query, hidden), mixer + "o_proj": (hidden, query)}
-            linears |= {mixer + "k_proj": (kv, hidden), mixer + "v_proj": (kv, hidden)}
+            linears |= _attention(mixer, config)
             optional += [mixer + name for name in KV_SCALES]
         else:
-            plain[mixer + "gate.weight"] = (config.experts, hidden)
-            plain[mixer + "gate.e_score_correction_bias"] = (config.experts,)
-            linears[mixer + "fc1_latent_proj"] = (config.latent_size, hidden)
-            linears[mixer + "fc2_latent_proj"] = (hidden, config.latent_size)
-            linears[mixer + "shared_experts.up_proj"] = (config.shared_width, hidden)
-            linears[mixer + "shared_experts.down_proj"] = (hidden, config.shared_width)
+            plain |= _router(mixer, config)
+            linears |= _around_experts(mixer, config)
     return Expected(linears, plain, tuple(optional))
+
+
+def draft_tensors(config: ModelConfig) -> Expected:
+    """Every tensor of the multi-token-prediction block but its routed experts: an attention layer, then a MoE layer."""
+    hidden = config.hidden_size
+    norms = [f"{DRAFT_ATTENTION}.{name}" for name in ("enorm", "hnorm", "norm")]
+    norms += [f"{DRAFT_MOE}.{name}" for name in ("norm", "final_layernorm")]
+    linears: dict[str, Shape] = {f"{DRAFT_ATTENTION}.eh_proj": (hidden, 2 * hidden)}
+    linears |= _attention(f"{DRAFT_ATTENTION}.mixer.", config) | _around_experts(f"{DRAFT_MOE}.mixer.", config)
+    plain: dict[str, Shape] = {f"{name}.weight": (hidden,) for name in norms}
+    return Expected(linears, plain | _router(f"{DRAFT_MOE}.mixer.", config))
+
+
+def _attention(mixer: str, config: ModelConfig) -> dict[str, Shape]:
+    hidden, query, kv = config.hidden_size, config.attention_heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes = {"q_proj": (query, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, query)}
+    return {mixer + name: shape for name, shape in shapes.items()}
+
+
+def _router(mixer: str, config: ModelConfig) -> dict[str, Shape]:
+    weight, bias = (config.experts, config.hidden_size), (config.experts,)
+    return {mixer + "gate.weight": weight, mixer + "gate.e_score_correction_bias": bias}
+
+
+def _around_experts(mixer: str, config: ModelConfig) -> dict[str, Shape]:
+    hidden, latent, shared = config.hidden_size, config.latent_size, config.shared_width
+    shapes = {"fc1_latent_proj": (latent, hidden), "fc2_latent_proj": (hidden, latent)}
+    shapes |= {"shared_experts.up_proj": (shared, hidden), "shared_experts.down_proj": (hidden, shared)}
+    return {mixer + name: shape for name, shape in shapes.items()}
 
 
 def expert_tensors(config: ModelConfig) -> Expected:
     """The routed experts' linears."""
+    return _experts(config, [f"layers.{layer}" for layer in config.moe_layers])
+
+
+def draft_expert_tensors(config: ModelConfig) -> Expected:
+    """Those of the multi-token-prediction block."""
+    return _experts(config, [DRAFT_MOE])
+
+
+def _experts(config: ModelConfig, layers: Iterable[str]) -> Expected:
     up, down = (config.expert_width, config.latent_size), (config.latent_size, config.expert_width)
     linears: dict[str, Shape] = {}
-    for layer in config.moe_layers:
+    for layer in layers:
         for expert in range(config.experts):
             name = expert_name(layer, expert)
             linears |= {f"{name}.up_proj": up, f"{name}.down_proj": down}
     return Expected(linears, {})
 
 
-def expert_name(layer: int, expert: int) -> str:
-    """`layer` counts all layers."""
-    return f"layers.{layer}.mixer.experts.{expert}"
+def expert_name(layer: str, expert: int) -> str:
+    """`layer` as its tensors are called: `layers.1`, of all layers, or DRAFT_MOE."""
+    return f"{layer}.mixer.experts.{expert}"
 
 
 def check_tensors(entries: Mapping[str, Entry], *parts: Expected) -> dict[str, Format]:

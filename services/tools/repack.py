@@ -5,7 +5,7 @@
     STORE/manifest.json    written last and at once: a folder without it is not a store
 
 The bytes of a store are in services/engine/experts/store.py and kernels/block.py, its dense file is written by
-repack_dense.py, compared by repack_check.py; this file owns the journey.
+repack_dense.py, an expert's block by repack_expert.py, compared by repack_check.py; this file owns the journey.
 """
 
 import argparse
@@ -13,10 +13,8 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import mmap
 import os
 import shutil
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,23 +22,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
-import numpy as np
-import torch
 import xxhash
 
-from kernels.block import GROUP, BlockLayout, Bytes
 from services.engine.checkpoint import Checkpoint, weight_files
 from services.engine.errors import CheckpointError, DiskError
 from services.engine.experts import store as layout
-from services.engine.experts.store import Block, Store, VisionFile
+from services.engine.experts.store import Block, DraftFile, Store, VisionFile
 from services.engine.model_config import read_config
 from services.engine.tensorfile import write_file
 from services.engine.vision import weights as vision_weights
 from services.engine.vision.config import read_vision_config
-from services.engine.weights import check_scale, expert_name, linear_parts
+from services.engine.weights import DRAFT_MOE, FLOATS, Format, expert_name
 from services.tools import disk_speed, figures, repack_check, repack_dense
 from services.tools.progress import Progress
 from services.tools.repack_dense import Dense
+from services.tools.repack_expert import Room, pack_expert
 
 _BATCH_BYTES = 64 << 20
 _WAITING = 2  # threads above the cores: so many wait for the disk at any time
@@ -75,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.monotonic() - start
     size = store.experts_path.stat().st_size + store.dense_file.size_bytes
     size += store.vision_file.size_bytes if store.vision_file else 0
+    size += store.draft_file.file.size_bytes if store.draft_file else 0
     print(f"{args.store}: {size / 1e9:.2f} GB, model {store.fingerprint}, {seconds:.1f} s")
     if args.verify:
         compared = repack_check.check(args.checkpoint, args.store, args.verify)
@@ -111,7 +108,7 @@ def repack(
     source = Checkpoint.open(checkpoint)
     key = _source_key(source, dense)
     if (folder / layout.MANIFEST).exists() and not replace:
-        return _finished(folder, key)
+        return _finished(folder, key, source, say)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / layout.JOURNAL).open("a+b") as journal:
@@ -126,13 +123,15 @@ def repack(
     return Store.open(folder)
 
 
-def _finished(folder: Path, key: str) -> Store:
+def _finished(folder: Path, key: str, source: Checkpoint, say: Callable[[str], None]) -> Store:
     store = Store.open(folder)
     if store.source.get("key") != key:
         raise DiskError(
             f"{folder}: holds a finished store of another checkpoint ({store.source.get('folder')!r}), of older "
             f"files, or was made with another --dense; choose another folder, or --replace to make it again"
         )
+    if store.draft_file is None and _draft_formats(source, say) is not None:
+        say(f"{folder}: lacks the multi-token-prediction block, which answers do without; --replace makes it anew")
     return store
 
 
@@ -144,16 +143,19 @@ def _make(
     blocks = _read_journal(journal, experts_path, key, source.config.block.block_bytes)
     if blocks:
         say(f"{folder}: going on after {len(blocks)} blocks")
-    _check_space(source, folder, len(blocks))
-    counts = {"multi-token-prediction": len(source.mtp), "sound": source.sound_tensors}
-    for what, count in counts.items():
-        if count:
-            say(f"{count} {what} tensors are left out of the store")
-    _write_experts(source, experts_path, journal, blocks)
+    draft = _draft_formats(source, say)
+    _check_space(source, folder, len(blocks), draft is not None)
+    if source.sound_tensors:
+        say(f"{source.sound_tensors} sound tensors are left out of the store")
+    if draft and any(form in FLOATS for name, form in draft.items() if ".experts." in name):
+        say("experts of the multi-token-prediction block are rounded to NVFP4: it drafts, answers do not change")
+    _write_experts(source, draft, experts_path, journal, blocks)
     if dense == "fp8":
         say(f"--dense fp8 changes the weights: {len(repack_dense.rounded(source))} linears are rounded to FP8")
     dense_file = repack_dense.write(source, folder / layout.DENSE, dense)
     vision_file = _write_vision(source, folder)
+    (folder / layout.DRAFT).unlink(missing_ok=True)
+    draft_dense = repack_dense.write_draft(source, folder / layout.DRAFT) if draft else None
     absent = [name for name in layout.TEXT_FILES if not (source.folder / name).exists()]
     if absent:
         say(f"note: the checkpoint has no {', '.join(absent)}; the api cannot serve a store without them")
@@ -161,6 +163,7 @@ def _make(
         shutil.copyfile(source.folder / name, folder / name)
     count = source.config.experts
     by_layer = [blocks[i : i + count] for i in range(0, len(blocks), count)]
+    draft_file = DraftFile(draft_dense, tuple(by_layer.pop())) if draft_dense else None
     described = {
         "folder": source.folder.resolve().name,
         "architecture": source.architecture,
@@ -168,9 +171,21 @@ def _make(
         "dense": dense,
     }
     unfinished = folder / f"{layout.MANIFEST}.part"
-    write_file(unfinished, [layout.manifest_bytes(source.config, by_layer, dense_file, described, vision_file)])
+    manifest = layout.manifest_bytes(source.config, by_layer, dense_file, described, vision_file, draft_file)
+    write_file(unfinished, [manifest])
     os.replace(unfinished, folder / layout.MANIFEST)
     _flush_folder(folder)
+
+
+def _draft_formats(source: Checkpoint, say: Callable[[str], None]) -> dict[str, Format] | None:
+    """Of the multi-token-prediction block's linears; None if there is none that can be computed."""
+    if not source.mtp:
+        return None
+    try:
+        return source.draft_formats()
+    except CheckpointError as error:
+        say(f"{len(source.mtp)} multi-token-prediction tensors are left out of the store: {error}")
+        return None
 
 
 def _write_vision(source: Checkpoint, folder: Path) -> VisionFile | None:
@@ -194,10 +209,11 @@ def _source_key(source: Checkpoint, dense: Dense) -> str:
     return digest.hexdigest()[:32]
 
 
-def _check_space(source: Checkpoint, folder: Path, blocks_there: int) -> None:
+def _check_space(source: Checkpoint, folder: Path, blocks_there: int, drafts: bool) -> None:
     config = source.config
-    experts = (len(config.moe_layers) * config.experts - blocks_there) * config.block.block_bytes
+    experts = ((len(config.moe_layers) + drafts) * config.experts - blocks_there) * config.block.block_bytes
     dense = sum(source.tensors[name].size_bytes for name in repack_dense.names(source))
+    dense += sum(e.size_bytes for name, e in source.mtp.items() if drafts and ".mixer.experts." not in name)
     vision = sum(part.size_bytes for tensor in source.vision.values() for part in tensor.parts)
     needed, free = experts + dense + vision + _SPARE_BYTES, shutil.disk_usage(folder).free
     if free < needed:
@@ -206,16 +222,25 @@ def _check_space(source: Checkpoint, folder: Path, blocks_there: int) -> None:
         )
 
 
-def _write_experts(source: Checkpoint, experts_path: Path, journal: IO[bytes], blocks: list[Block]) -> None:
+def _write_experts(
+    source: Checkpoint,
+    draft: dict[str, Format] | None,
+    experts_path: Path,
+    journal: IO[bytes],
+    blocks: list[Block],
+) -> None:
     """Append the blocks that are still missing to the file and to `blocks`, a batch at a time."""
     config, block_bytes = source.config, source.config.block.block_bytes
-    total = len(config.moe_layers) * config.experts
+    layers = [(f"layers.{layer}", source.tensors, source.formats) for layer in config.moe_layers]
+    layers += [(DRAFT_MOE, source.mtp, draft)] if draft else []
+    total = len(layers) * config.experts
     batch = max(1, _BATCH_BYTES // block_bytes)
     progress = Progress("repack", total * block_bytes, len(blocks) * block_bytes)
 
     def pack(number: int) -> Block:
         layer, expert = divmod(number, config.experts)
-        return _pack_expert(source, config.moe_layers[layer], expert, number * block_bytes, room, file)
+        name, entries, formats = layers[layer]
+        return pack_expert(expert_name(name, expert), entries, formats, number * block_bytes, room, file)
 
     def start(first: int) -> Iterator[Block]:
         return pool.map(pack, range(first, min(total, first + batch)))
@@ -226,7 +251,7 @@ def _write_experts(source: Checkpoint, experts_path: Path, journal: IO[bytes], b
         journal.write(json.dumps(list(map(layout.block_record, records)), separators=(",", ":")).encode() + b"\n")
         journal.flush()
 
-    room = _Room(config.block)
+    room = Room(config.block)
     with (
         _direct(experts_path) as file,
         ThreadPoolExecutor((os.cpu_count() or 1) + _WAITING) as pool,
@@ -249,53 +274,12 @@ def _write_experts(source: Checkpoint, experts_path: Path, journal: IO[bytes], b
     progress.close()
 
 
-class _Room(threading.local):
-    """What a thread packs in, used again for each expert. Mapped, as O_DIRECT writes from whole pages only."""
-
-    def __init__(self, shape: BlockLayout) -> None:
-        self.block: Bytes = np.frombuffer(mmap.mmap(-1, shape.block_bytes), np.uint8)  # its padding stays zero
-        self.down_weight = np.empty((shape.latent, shape.width // 2), np.uint8)
-        self.down_scale = np.empty((shape.latent, shape.width // GROUP), np.uint8)
-
-
 def _direct(path: Path) -> IO[bytes]:
     """A file to be written past the page cache, at whatever offset, where its file system can do that."""
     file = open(path, "r+b" if path.exists() else "xb", buffering=0)  # noqa: SIM115
     with contextlib.suppress(OSError):
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | getattr(os, "O_DIRECT", 0))
     return file
-
-
-def _pack_expert(source: Checkpoint, layer: int, expert: int, offset: int, room: _Room, file: IO[bytes]) -> Block:
-    """Read, pack and write one expert. The kernel lets other threads go on in all four steps."""
-    name, shape = expert_name(layer, expert), source.config.block
-    values, scales = shape.up(room.block)
-    up = _read_nvfp4(source, f"{name}.up_proj", values, scales)
-    down = _read_nvfp4(source, f"{name}.down_proj", room.down_weight, room.down_scale)
-    shape.place_down(room.block, room.down_weight, room.down_scale)
-    block = Block(offset, xxhash.xxh64_intdigest(room.block.data), up, down)
-    written = 0
-    while written < shape.block_bytes:
-        written += os.pwrite(file.fileno(), room.block[written:].data, offset + written)
-    return block
-
-
-def _read_nvfp4(source: Checkpoint, name: str, weight: Bytes, scale: Bytes) -> float:
-    """Read a linear into `weight` and `scale`; its scale of scales. Every scale is checked."""
-    form = source.formats[name]
-    if form not in ("NVFP4", "W4A16_NVFP4"):
-        raise CheckpointError(
-            f"tensor {name}.weight: expected NVFP4 (U8), found {form}; routed experts must be NVFP4: use an NVFP4 "
-            f"checkpoint, or thimble quantize first"
-        )
-    source.tensors[f"{name}.weight"].read_into(weight.data)
-    source.tensors[f"{name}.weight_scale"].read_into(scale.data)
-    check_scale(f"{name}.weight_scale", torch.from_numpy(scale).view(torch.float8_e4m3fn))
-    _, _, *scalars = linear_parts(name, form, ())
-    read = {part: source.tensors[part].read() for part in scalars}
-    for part, scalar in read.items():
-        check_scale(part, scalar)
-    return float(read[f"{name}.weight_scale_2"])
 
 
 def _read_journal(journal: IO[bytes], experts_path: Path, key: str, block_bytes: int) -> list[Block]:

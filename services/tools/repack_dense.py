@@ -5,6 +5,7 @@ linears are rounded to FP8, so that a checkpoint that left them in BF16 fits a s
 """
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -57,6 +58,17 @@ def write(source: Checkpoint, path: Path, dense: Dense) -> DenseFile:
                 yield from _checked(name, entries[name])
 
     size, digest = write_file(path, pieces())
+    return DenseFile(size, int(digest, 16))
+
+
+def write_draft(source: Checkpoint, path: Path) -> DenseFile:
+    """The multi-token-prediction block's tensors but its routed experts', as they are. Raises CheckpointError."""
+    entries = {name: entry for name, entry in source.mtp.items() if ".mixer.experts." not in name}
+    for name, entry in entries.items():
+        if name.endswith(("_scale", "_scale_2")):
+            check_scale(name, entry.read())
+    start, order = header_bytes({name: (entry.dtype, entry.shape) for name, entry in entries.items()})
+    size, digest = write_file(path, chain([start], *(_checked(name, entries[name]) for name in order)))
     return DenseFile(size, int(digest, 16))
 
 

@@ -57,10 +57,10 @@ def test_blocks_hold_the_checkpoints_own_codes_and_scales(made: Path) -> None:
 
 def test_blocks_are_page_aligned_and_follow_each_other(made: Path) -> None:
     store = Store.open(made)
-    offsets = [block.offset for layer in store.blocks for block in layer]
-    assert offsets == list(range(0, 16 * store.layout.block_bytes, store.layout.block_bytes))
+    offsets = [block.offset for layer in store.layers for block in layer]
+    assert offsets == list(range(0, 24 * store.layout.block_bytes, store.layout.block_bytes))
     assert store.layout.block_bytes % 4096 == 0
-    assert store.experts_path.stat().st_size == 16 * store.layout.block_bytes
+    assert store.experts_path.stat().st_size == 24 * store.layout.block_bytes
 
 
 def test_dense_tensors_keep_their_formats_and_bytes(made: Path) -> None:

@@ -5,6 +5,9 @@
     experts.bin         one block per (MoE layer, expert), laid out by kernels/block.py, page aligned
     dense.safetensors   every other tensor in the checkpoint's own formats, under canonical names
     vision.safetensors  the vision side, where the model has one; see vision/weights.py
+    mtp.safetensors     the multi-token-prediction block, where the checkpoint has one that this engine computes; its
+                        experts are the last blocks of experts.bin. It drafts, and never changes what is said: the
+                        fingerprint does not cover it, and a store without it is as good
     TEXT_FILES          the tokenizer and template, for the api
 
 Owns the manifest's content and one plain way to read a block. Slots, caches and O_DIRECT are not here.
@@ -29,7 +32,7 @@ from services.engine.parsing import parse_json
 from services.engine.tensorfile import read_header
 from services.engine.vision.config import VisionConfig
 from services.engine.vision.weights import VisionWeights
-from services.engine.weights import DenseWeights
+from services.engine.weights import DenseWeights, draft_tensors
 
 FORMAT = "thimble-store"
 VERSION = 1
@@ -37,6 +40,7 @@ MANIFEST = "manifest.json"
 EXPERTS = "experts.bin"
 DENSE = "dense.safetensors"
 VISION = "vision.safetensors"
+DRAFT = "mtp.safetensors"
 JOURNAL = "repack.journal"  # there while the store is being made
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
@@ -58,6 +62,14 @@ class DenseFile:
 
 
 @dataclass(frozen=True)
+class DraftFile:
+    """The multi-token-prediction block; `blocks[e]` is its expert e."""
+
+    file: DenseFile
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
 class VisionFile:
     size_bytes: int
     xxh64: int
@@ -76,6 +88,7 @@ class Store:
     source: dict[str, Any]  # where it was made from; for people
     fingerprint: str  # hex; of the config and every weight
     vision_file: VisionFile | None = None
+    draft_file: DraftFile | None = None
 
     @property
     def experts_path(self) -> Path:
@@ -89,7 +102,7 @@ class Store:
     @property
     def physical_blocks(self) -> int:
         """Blocks in experts.bin: as many as experts, but for a synthetic store."""
-        experts = sum(map(len, self.blocks))
+        experts = sum(map(len, self.layers))
         said = self.source.get("physical_blocks", experts) if self.synthetic else experts
         return said if type(said) is int else 0
 
@@ -103,19 +116,25 @@ class Store:
             layers = tuple(layer["layer"] for layer in manifest["layers"])
             if not isinstance(manifest["source"], dict):
                 raise TypeError("source is no object")
-            dense = DenseFile(int(manifest["dense"]["size_bytes"]), int(manifest["dense"]["xxh64"], 16))
+            dense = _dense_file(manifest["dense"])
             vision = _vision_file(manifest["vision"]) if "vision" in manifest else None
+            draft = _draft_file(manifest["mtp"]) if "mtp" in manifest else None
             store = Store(
-                folder, config, config.block, blocks, dense, manifest["source"], manifest["fingerprint"], vision
+                folder, config, config.block, blocks, dense, manifest["source"], manifest["fingerprint"], vision, draft
             )
         except (KeyError, TypeError, ValueError, CheckpointError) as error:
             raise StoreError(f"{folder / MANIFEST}: damaged ({error!r}); run thimble repack again") from error
         store._check(layers)
         return store
 
+    @property
+    def layers(self) -> tuple[tuple[Block, ...], ...]:
+        """The blocks of all MoE layers and, last, of the multi-token-prediction block if there is one."""
+        return self.blocks if self.draft_file is None else (*self.blocks, self.draft_file.blocks)
+
     def read_block(self, layer: int, expert: int) -> Bytes:
-        """A block's bytes, uint8 [block_bytes]; `layer` counts MoE layers. Raises StoreError if they are damaged."""
-        block = self.blocks[layer][expert]
+        """A block's bytes, uint8 [block_bytes]; `layer` as in `layers`. Raises StoreError if they are damaged."""
+        block = self.layers[layer][expert]
         with self.experts_path.open("rb") as file:
             data = np.fromfile(file, np.uint8, self.layout.block_bytes, offset=block.offset)
         where = f"{self.experts_path}: MoE layer {layer}, expert {expert}"
@@ -133,6 +152,15 @@ class Store:
         except CheckpointError as error:
             raise StoreError(f"{error}; the store is damaged, run thimble repack again") from error
 
+    def draft(self) -> DenseWeights | None:
+        """The multi-token-prediction block's tensors but its experts', read when asked for. Raises StoreError."""
+        if self.draft_file is None:
+            return None
+        try:
+            return DenseWeights(read_header(self.folder / DRAFT), self.config, draft_tensors)
+        except CheckpointError as error:
+            raise StoreError(f"{error}; the store is damaged, run thimble repack again") from error
+
     def vision(self) -> VisionWeights | None:
         """The vision side, read when asked for; None if the model has none. Raises StoreError."""
         if self.vision_file is None:
@@ -144,7 +172,8 @@ class Store:
 
     def check_dense(self) -> None:
         """Read all but the experts through and compare checksums. Raises StoreError."""
-        for name, file in ((DENSE, self.dense_file), (VISION, self.vision_file)):
+        draft = self.draft_file.file if self.draft_file else None
+        for name, file in ((DENSE, self.dense_file), (VISION, self.vision_file), (DRAFT, draft)):
             if file is None:
                 continue
             digest = xxhash.xxh64()
@@ -156,17 +185,19 @@ class Store:
 
     def _check(self, layers: tuple[int, ...]) -> None:
         config, where = self.config, self.folder / MANIFEST
-        if layers != config.moe_layers or any(len(layer) != config.experts for layer in self.blocks):
+        if layers != config.moe_layers or any(len(layer) != config.experts for layer in self.layers):
             raise StoreError(f"{where}: its blocks do not match its config; run thimble repack again")
         physical = self.physical_blocks
-        if not 1 <= physical <= len(self.blocks) * config.experts:
+        if not 1 <= physical <= len(self.layers) * config.experts:
             raise StoreError(f"{where}: {physical} physical blocks; run thimble synth again")
         size = physical * self.layout.block_bytes
-        for number, block in enumerate(block for layer in self.blocks for block in layer):
+        for number, block in enumerate(block for layer in self.layers for block in layer):
             if block.offset != number % physical * self.layout.block_bytes:
                 raise StoreError(f"{where}: block {number} has offset {block.offset}; run thimble repack again")
         sizes = [(EXPERTS, size), (DENSE, self.dense_file.size_bytes)]
-        for name, wanted in [*sizes, (VISION, self.vision_file.size_bytes)] if self.vision_file else sizes:
+        sizes += [(VISION, self.vision_file.size_bytes)] if self.vision_file else []
+        sizes += [(DRAFT, self.draft_file.file.size_bytes)] if self.draft_file else []
+        for name, wanted in sizes:
             path = self.folder / name
             found = path.stat().st_size if path.exists() else None
             if found != wanted:
@@ -182,6 +213,7 @@ def manifest_bytes(
     dense: DenseFile,
     source: dict[str, Any],
     vision: VisionFile | None = None,
+    draft: DraftFile | None = None,
 ) -> bytes:
     """The content of manifest.json for a finished store."""
     return json.dumps(
@@ -191,8 +223,9 @@ def manifest_bytes(
             "fingerprint": fingerprint(config, blocks, dense, vision),
             "source": source,
             "config": config.to_json(),
-            "dense": {"size_bytes": dense.size_bytes, "xxh64": f"{dense.xxh64:016x}"},
+            "dense": _file_record(dense),
             **({"vision": _vision_record(vision)} if vision else {}),
+            **({"mtp": _draft_record(draft)} if draft else {}),
             "layers": [
                 {"layer": layer, "blocks": [block_record(block) for block in layer_blocks]}
                 for layer, layer_blocks in zip(config.moe_layers, blocks, strict=True)
@@ -235,6 +268,22 @@ def fingerprint(config: ModelConfig, blocks: Any, dense: DenseFile, vision: Visi
 
 def _vision_record(vision: VisionFile) -> dict[str, Any]:
     return {"size_bytes": vision.size_bytes, "xxh64": f"{vision.xxh64:016x}", "config": vision.config.to_json()}
+
+
+def _draft_record(draft: DraftFile) -> dict[str, Any]:
+    return {**_file_record(draft.file), "blocks": list(map(block_record, draft.blocks))}
+
+
+def _draft_file(record: dict[str, Any]) -> DraftFile:
+    return DraftFile(_dense_file(record), tuple(map(parse_block, record["blocks"])))
+
+
+def _file_record(file: DenseFile) -> dict[str, Any]:
+    return {"size_bytes": file.size_bytes, "xxh64": f"{file.xxh64:016x}"}
+
+
+def _dense_file(record: dict[str, Any]) -> DenseFile:
+    return DenseFile(int(record["size_bytes"]), int(record["xxh64"], 16))
 
 
 def _vision_file(record: dict[str, Any]) -> VisionFile:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -98,9 +98,10 @@ class HostExperts:
         warm: WarmSet | None = None,
         prefetch: str = "auto",
         trace: Recorder | None = None,
+        drafts: bool = False,
     ) -> None:
         """Raises DiskError if a file cannot be opened, MemoryPlanError if the memory or threads cannot be had."""
-        blocks = catalog(store, copies)
+        blocks = catalog(store, copies, drafts)
         self._paths = [blocks.path, *(copy.path for copy in copies)]
         try:
             drives = open_drives(blocks)
@@ -196,7 +197,7 @@ class PythonExperts:
             trace.attach(lambda: {**asdict(self.counters()), "policy": "lru", "prefetch": "off", "warm": False})
         self._store = store
         self._slots: OrderedDict[tuple[int, int], Bytes] = OrderedDict()  # the least recently used first
-        self._total = min(slots, sum(map(len, store.blocks)))
+        self._total = min(slots, sum(map(len, store.layers)))
         self._hits = self._misses = self._evictions = 0
         self._wait_s = self._step_s = 0.0
 
@@ -229,7 +230,7 @@ class PythonExperts:
         self._slots.clear()
 
     def _expert(self, layer: int, id: int) -> reference.Expert:
-        block = self._store.blocks[layer][id]
+        block = self._store.layers[layer][id]
         return reference.unpack_expert(self._bytes(layer, id), self._store.layout, block.up_scale, block.down_scale)
 
     def _bytes(self, layer: int, id: int) -> Bytes:
@@ -264,11 +265,13 @@ def open_experts(
     prefetch: str = "auto",
     trace: Recorder | None = None,
     spin_us: int = SPIN_US,
+    drafts: bool = False,
 ) -> Experts:
     """The fastest way that this machine has. `slots` blocks in RAM (more than there are: all), `readers` threads on the
     disk (0: as many as measure best), `workers` threads of the process's shared pool (0: cores less two), which stay
     awake for `spin_us`, `copies` of blocks on other disks, `warm` what was in RAM before, `prefetch` on, off or auto:
-    as long as it pays. `trace` is closed with the experts. Same bits whatever is given.
+    as long as it pays. `trace` is closed with the experts. `drafts`: with the multi-token-prediction block's experts as
+    one more layer. Same bits whatever is given.
 
     Raises DiskError or MemoryPlanError if it cannot be had.
     """
@@ -289,13 +292,18 @@ def open_experts(
         warm=warm,
         prefetch=prefetch,
         trace=trace,
+        drafts=drafts,
     )
 
 
-def catalog(store: Store, copies: tuple[Copy, ...] = ()) -> Catalog:
-    """The store's blocks as the library takes them."""
-    shape = len(store.blocks), len(store.blocks[0])
-    blocks = [block for layer in store.blocks for block in layer]
+def catalog(store: Store, copies: tuple[Copy, ...] = (), drafts: bool = False) -> Catalog:
+    """The store's blocks as the library takes them, with those of the multi-token-prediction block if `drafts`."""
+    layers = store.layers if drafts else store.blocks
+    shape = len(layers), len(layers[0])
+    blocks = [block for layer in layers for block in layer]
+    if drafts:  # which no copy on another disk has
+        more = np.full((len(layers) - len(store.blocks), shape[1]), -1, np.int64)
+        copies = tuple(replace(copy, offsets=np.concatenate([copy.offsets, more])) for copy in copies)
 
     def array(values: list[int] | list[float], dtype: type) -> Any:
         return np.array(values, dtype).reshape(shape)
