@@ -1,9 +1,10 @@
-"""Attention of one new token per sequence on a GPU (or in the interpreter), over KV pages; no positions are encoded.
+"""Attention of a few new tokens on a GPU (or in the interpreter), over KV pages; no positions are encoded.
 
-    attend   one program a sequence, KV head and run of pages: softmax over that run
+    attend   one program a token, KV head and run of pages: softmax over that run
     merge    the runs' results, in ascending order
 
-Runs are cut at fixed places, SPLIT_PAGES pages each, so a token's bits depend neither on the batch nor on how many runs
+A token sees as much of its pages as its length says: those of one sequence share pages and differ in length. Runs are
+cut at fixed places, SPLIT_PAGES pages each, so a token's bits depend neither on the batch nor on how many runs
 the launch has room for. Sums are float32; a product of two matrices takes its float32 operand in three TF32 parts, the
 pages' values are exact in one. What is in the pages, and how it got there: pages.py.
 """

@@ -1,10 +1,11 @@
-"""A Mamba-2 layer's one token on a GPU (or in the interpreter), in two launches; the output projection is the third.
+"""A Mamba-2 layer's few tokens on a GPU (or in the interpreter), in two launches; the output projection is the third.
 
     in_proj    norm, projection to z, x, B, C and dt, causal convolution and SiLU of x, B, C; its state in place
     update     selective state update in place, read-out, gate and group norm
 
-Formulas: reference.py; the time step is not clamped. States belong to the caller: `slots` names each token's sequence,
-and a sequence may be in a launch once. A channel or a state row is updated by the one program that computes it.
+Formulas: reference.py; the time step is not clamped. States belong to the caller: `slots` names each token's sequence.
+Tokens of one sequence lie next to each other, in their order: each begins where the one before it ends, with the bits
+that it would have in a launch of its own. A channel or a state row is updated by the one program that computes it.
 """
 
 from dataclasses import dataclass
@@ -26,14 +27,28 @@ FINGERPRINT = f"triton-f32 update{UPDATE_PART}x{UPDATE_WARPS}"
 
 
 @triton.jit
+def _earlier(y, distance: tl.constexpr):
+    """y [T, TILE], each row replaced by the one `distance` before it, to the bit; zeros where there is none."""
+    token = tl.arange(0, y.shape[0])[:, None]
+    bits = y.to(tl.int32, bitcast=True)
+    moved = tl.zeros(y.shape, tl.int32)
+    for source in tl.static_range(y.shape[0] - distance):
+        one = tl.sum(tl.where(token == source, bits, 0), axis=0)
+        moved = tl.where(token == source + distance, one[None, :], moved)
+    return moved.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _convolve(
-    y, row, mask, writable, state, conv_weight, conv_bias, FIRST: tl.constexpr, CHANNELS: tl.constexpr,
+    y, row, mask, behind, last, state, conv_weight, conv_bias, FIRST: tl.constexpr, CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
 ):  # fmt: skip
     """SiLU of the convolution for the rows that are its channels, other rows as they are; y [T, TILE].
 
-    state [T, 1] points to each token's [CHANNELS, TAPS - 1], the newest input last. It is shifted in place, and so few
-    elements lie in several threads each: every thread must have read a tap before any writes it, hence the barriers.
+    state [T, 1] points to each token's [CHANNELS, TAPS - 1], the newest input last, and `behind` says how many tokens
+    of the same sequence come before it here: what the state does not hold yet is theirs. A sequence's `last` shifts the
+    state, in place, and so few elements lie in several threads each: every thread must have read a place, for any of
+    the sequence's tokens, before it is written, hence the barriers. What is read goes ahead of what is written.
     """
     channel = (row - FIRST)[None, :]
     is_channel = (channel >= 0) & (channel < CHANNELS)
@@ -41,13 +56,15 @@ def _convolve(
     mine = mask & is_channel
     mixed = tl.zeros(y.shape, tl.float32)
     for tap in tl.static_range(TAPS - 1):
-        past = tl.load(window + tap, mask=mine, other=0.0)
+        past = tl.load(window + tap + behind, mask=mine & (behind < TAPS - 1 - tap), other=0.0)
+        if TAPS - 1 - tap < y.shape[0]:
+            past = tl.where(behind < TAPS - 1 - tap, past, _earlier(y, TAPS - 1 - tap))
         tl.debug_barrier()
         mixed = tl.fma(past, tl.load(conv_weight + channel * TAPS + tap, mask=is_channel, other=0.0), mixed)
         if tap > 0:
-            tl.store(window + tap - 1, past, mask=mine & writable)
+            tl.store(window + tap - 1, past, mask=mine & last)
     mixed = tl.fma(y, tl.load(conv_weight + channel * TAPS + TAPS - 1, mask=is_channel, other=0.0), mixed)
-    tl.store(window + TAPS - 2, y, mask=mine & writable)
+    tl.store(window + TAPS - 2, y, mask=mine & last)
     return tl.where(is_channel, silu(mixed + tl.load(conv_bias + channel, mask=is_channel, other=0.0)), y)
 
 
@@ -88,9 +105,14 @@ def in_proj_kernel(
     token = tl.arange(0, T)[:, None]
     mask = (token < tokens) & (row < ROWS)[None, :]
     slot = tl.load(slots + tl.minimum(token, tokens - 1)).to(tl.int64)
-    writable = tl.load(stop) == 0 if GUARDED else True
+    behind = tl.zeros([T, 1], tl.int32)
+    for back in tl.static_range(1, T):
+        behind += ((token >= back) & (tl.load(slots + tl.maximum(token - back, 0)) == slot)).to(tl.int32)
+    last = (token == tokens - 1) | (tl.load(slots + tl.minimum(token + 1, tokens - 1)) != slot)
+    if GUARDED:
+        last = last & (tl.load(stop) == 0)
     y = _convolve(
-        y, row, mask, writable, conv_state + slot * conv_stride, conv_weight, conv_bias, FIRST, CHANNELS, TAPS
+        y, row, mask, behind, last, conv_state + slot * conv_stride, conv_weight, conv_bias, FIRST, CHANNELS, TAPS
     )
     tl.store(out + (token * ROWS + row[None, :]), y, mask=mask)
 
@@ -122,48 +144,57 @@ def update_kernel(
 ):
     """Program (part, head, token): PART rows of a head's state [HEAD_DIM, STATE], COLUMNS >= STATE a power of two.
 
-    The last program of a group to arrive norms the group's outputs, in an order that does not depend on who is last.
+    That of a sequence's first token goes through all its tokens here, the state in registers; the others' do nothing.
+    The last program of a group to arrive norms a token's outputs, in an order that does not depend on who is last.
     """
     PARTS: tl.constexpr = (HEAD_DIM + PART - 1) // PART
     INNER: tl.constexpr = HEADS * HEAD_DIM
     head = tl.program_id(1)
-    token = tl.program_id(2)
+    first = tl.program_id(2)
+    tokens = tl.num_programs(2)
     group = head // (HEADS // GROUPS)
-    row = tl.program_id(0) * PART + tl.arange(0, PART)
+    row = tl.arange(0, PART)
     column = tl.arange(0, COLUMNS)
-    in_rows = row < HEAD_DIM
+    in_rows = tl.program_id(0) * PART + row < HEAD_DIM
     in_columns = column < STATE
     inside = in_rows[:, None] & in_columns[None, :]
-    slot = tl.load(slots + token).to(tl.int64)
-    state_at = ssm_state + slot * ssm_stride + ((head * HEAD_DIM + row[:, None]) * STATE + column[None, :])
-    state = tl.load(state_at, mask=inside, other=0.0)
-    source = projected + token * ROWS
-    x = tl.load(source + INNER + head * HEAD_DIM + row, mask=in_rows, other=0.0)
-    b = tl.load(source + 2 * INNER + group * STATE + column, mask=in_columns, other=0.0)
-    c = tl.load(source + 2 * INNER + (GROUPS + group) * STATE + column, mask=in_columns, other=0.0)
-    dt = tl.load(source + 2 * INNER + 2 * GROUPS * STATE + head)
-    step = softplus(dt + tl.load(dt_bias + head))
-    decay = exp(step * tl.load(a + head))
-    state = tl.fma(state, decay, (step * x)[:, None] * b[None, :])
-    tl.store(state_at, state, mask=inside & (tl.load(stop) == 0) if GUARDED else inside)
-    read = tl.sum(state * c[None, :], axis=1)
-    tl.store(y + token * INNER + head * HEAD_DIM + row, tl.fma(x, tl.load(d + head), read), mask=in_rows)
+    begin = head * HEAD_DIM + tl.program_id(0) * PART  # of the rows, in the layer
+    place = row[:, None] * STATE + column[None, :]
+    slot = tl.load(slots + first)
+    if tl.load(slots + first - 1, mask=first > 0, other=-1) != slot:
+        state_at = ssm_state + slot.to(tl.int64) * ssm_stride + begin * STATE + place
+        state = tl.load(state_at, mask=inside, other=0.0)
+        token = first
+        while tl.load(slots + token, mask=token < tokens, other=-1) == slot:
+            source = projected + token * ROWS
+            x = tl.load(source + INNER + begin + row, mask=in_rows, other=0.0)
+            b = tl.load(source + 2 * INNER + group * STATE + column, mask=in_columns, other=0.0)
+            c = tl.load(source + 2 * INNER + (GROUPS + group) * STATE + column, mask=in_columns, other=0.0)
+            dt = tl.load(source + 2 * INNER + 2 * GROUPS * STATE + head)
+            step = softplus(dt + tl.load(dt_bias + head))
+            decay = exp(step * tl.load(a + head))
+            state = tl.fma(state, decay, (step * x)[:, None] * b[None, :])
+            read = tl.sum(state * c[None, :], axis=1)
+            tl.store(y + token * INNER + begin + row, tl.fma(x, tl.load(d + head), read), mask=in_rows)
+            token += 1
+        tl.store(state_at, state, mask=inside & (tl.load(stop) == 0) if GUARDED else inside)
 
-    tl.debug_barrier()  # all of y is stored before the arrival is announced, and read after the last one
-    ticket = arrived + token * GROUPS + group
-    if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == PARTS * (HEADS // GROUPS) - 1:
-        gated_group_norm(
-            y + token * INNER,
-            source,
-            norm_weight,
-            out + token * INNER,
-            group,
-            eps,
-            INNER,
-            INNER // GROUPS,
-            GROUP_PADDED,
-        )
-        tl.store(ticket, 0)
+        tl.debug_barrier()  # all of y is stored before the arrival is announced, and read after the last one
+        for done in range(first, token):
+            ticket = arrived + done * GROUPS + group
+            if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == PARTS * (HEADS // GROUPS) - 1:
+                gated_group_norm(
+                    y + done * INNER,
+                    projected + done * ROWS,
+                    norm_weight,
+                    out + done * INNER,
+                    group,
+                    eps,
+                    INNER,
+                    INNER // GROUPS,
+                    GROUP_PADDED,
+                )
+                tl.store(ticket, 0)
 
 
 @dataclass(frozen=True)
@@ -205,7 +236,8 @@ def in_proj(
 
     x float32 [M, hidden] in octet order -> out float32 [M, rows] in plain order: z, convolved x B C, dt.
     conv_weight float32 [channels, taps], conv_bias [channels]; conv_state float32 [slots, channels, taps - 1] with any
-    slot stride; slots int32 [M], all different. The state stays as it is if `stop` int32 [1] is set by then.
+    slot stride; slots int32 [M], equal ones next to each other. The state stays as it is if `stop` int32 [1] is set by
+    then.
     """
     tokens = x.shape[0]
     assert (weights.rows, weights.columns) == (sizes.rows, x.shape[1])
@@ -263,7 +295,7 @@ def update(
     """Queue the state update, the read-out y and out = group norm of y * silu(z).
 
     projected float32 [M, rows], from `in_proj`; a = -e^A_log, d and dt_bias float32 [heads]; ssm_state float32 [slots,
-    heads, head_dim, state] with any slot stride; slots int32 [M], all different; norm_weight float32 [inner] in plain
+    heads, head_dim, state] with any slot stride; slots int32 [M] as for `in_proj`; norm_weight float32 [inner] in plain
     order; y float32 [M, inner] in plain order; out float32 [M, inner] in octet order. `arrived` int32 [M, groups] must
     be zero and is zero again afterwards. The state stays as it is if `stop` int32 [1] is set by then.
     `part` and `warps` are given by measurements only.

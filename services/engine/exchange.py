@@ -6,6 +6,7 @@ The client says what to ask the store, a request for each chunk; the store answe
 line break, the chunk, a line break.
 """
 
+import contextlib
 import os
 import re
 import secrets
@@ -19,7 +20,6 @@ from services.engine.errors import PayloadError
 
 AHEAD = 2  # chunks asked for and not begun: more of them make the store take fresh memory for them, which is slow
 WAIT_MS = 1  # for more to come, while others wait
-MOST_POLLS = 64  # so often at a time: a store that sends in drops holds nobody up
 HAND_OVER_S = 5.0
 _NAME = re.compile(r"[a-z0-9-]{1,80}")
 
@@ -78,36 +78,36 @@ class Lent:
         self._poll.register(connection, select.POLLIN)
 
     def read(self, view: memoryview) -> int:
-        """Fill the memory from its beginning, at most with the rest of a chunk, as far as bytes come in time.
+        """Fill the memory from its beginning with what has come, at most with the rest of a chunk: whoever takes it
+        works on a little while the store sends more. Waits for a moment if nothing is there.
 
-        Returns how many. Raises PayloadError."""
-        done = polls = 0
+        Returns how many bytes. Raises PayloadError."""
         try:
             if not self._left and not self._head:
                 self._begin_chunk()
-            rest = view[: self._left]
-            while rest and polls < MOST_POLLS:
-                try:
-                    while self._head:
-                        self._read_head()
-                    count = self.connection.recv_into(rest)
-                except BlockingIOError:
-                    if not self._poll.poll(WAIT_MS):
-                        break
-                    polls += 1
-                    continue
-                if not count:
-                    raise PayloadError("snapshot: the store closed the connection")
-                rest = rest[count:]
-                done += count
+            try:
+                return self._receive(view)
+            except BlockingIOError:
+                if not self._poll.poll(WAIT_MS):
+                    return 0
+                with contextlib.suppress(BlockingIOError):  # a part of a chunk's head was all that came
+                    return self._receive(view)
+                return 0
         except OSError as error:
             raise PayloadError(f"snapshot: the store cannot be read: {error}") from error
-        self._left -= done
-        return done
 
     def close(self) -> None:
         """By the thread that reads."""
         self.connection.close()
+
+    def _receive(self, view: memoryview) -> int:
+        while self._head:
+            self._read_head()
+        count = self.connection.recv_into(view[: self._left])
+        if not count:
+            raise PayloadError("snapshot: the store closed the connection")
+        self._left -= count
+        return count
 
     def _read_head(self) -> None:
         came = self.connection.recv(len(self._head))

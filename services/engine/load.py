@@ -27,7 +27,7 @@ from services.engine.experts.trace import Header, Recorder
 from services.engine.experts.warm import NAME, OFF, WarmSet
 from services.engine.fingerprint import arithmetic_fingerprint
 from services.engine.gpu import ranges
-from services.engine.gpu.memory import DeviceState
+from services.engine.gpu.memory import DeviceState, page_locked
 from services.engine.gpu.model import DeviceModel, arithmetic_path
 from services.engine.gpu.nvml import Card, CardFigures
 from services.engine.gpu.open import AWAKE_US, Sizes, open_device, usable_device
@@ -40,6 +40,7 @@ from services.engine.plan import GB, Machine, Plan, make_plan
 from services.engine.request import Info
 from services.engine.scheduler import Scheduler
 from services.engine.snapshots.hot import HotStates
+from services.engine.snapshots.memory import fresh
 from services.engine.snapshots.payload import PayloadFormat
 from services.engine.state import State
 from services.engine.vision.cache import PictureCache
@@ -126,7 +127,8 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         torch.set_num_threads(1)
         kv_number_bytes = pool.keys.element_size()
         payloads = PayloadFormat(store.config, info.model_fingerprint, info.arithmetic_fingerprint, kv_number_bytes)
-        hot = HotStates(payloads, info.arithmetic_fingerprint, plan.hot_bytes, plan.transit_bytes)
+        memory = fresh if plan.device is None else page_locked
+        hot = HotStates(payloads, info.arithmetic_fingerprint, plan.hot_bytes, plan.transit_bytes, memory)
         counts = None if plan.device is None else device.model.counts
         metrics = Metrics(info, experts, registry, network.spent, counts, _planned(plan), _card(on_gpu))
         if config.vllm_names:

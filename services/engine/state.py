@@ -6,6 +6,7 @@ rolled back: to go on from a place twice, `clone` it there. Used by the thread t
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,16 +94,30 @@ class State:
         value = self.pool.values[layer].index_select(0, pages).flatten(0, 1)[:tokens]
         return key, value
 
-    def export_fixed(self) -> Iterator[memoryview]:
-        """The bytes of conv and ssm, in host memory; each piece is valid until the next is asked for."""
-        yield host_view(self.conv)
-        yield host_view(self.ssm)
+    @property
+    def fixed(self) -> tuple[Tensor, Tensor]:
+        """Conv and ssm as they lie, whatever they hold."""
+        return self._conv, self._ssm
+
+    def write_fixed(self, target: memoryview) -> None:
+        """The bytes of conv and ssm into memory of exactly their size."""
+        for piece in (self.conv, self.ssm):
+            copy(target[: piece.nbytes], host_view(piece))
+            target = target[piece.nbytes :]
+
+    def read_fixed(self, source: memoryview) -> None:
+        """The same bytes back, at once."""
+        self._stale = False
+        for piece in self.fixed:
+            copy(host_view(piece), source[: piece.nbytes])
+            source = source[piece.nbytes :]
 
     def import_fixed(self) -> Iterator[memoryview]:
-        """The same pieces to be filled; a piece is taken over when the next is asked for. All of them are to be filled,
+        """The same in pieces to be filled; one is taken over when the next is asked for. All of them are to be filled,
         or the state to be reset: what is to be written over is not cleared first, which takes as long."""
         self._stale = False
-        return self.export_fixed()
+        for piece in self.fixed:
+            yield host_view(piece)
 
     def export_kv(self, start: int, stop: int) -> Iterator[memoryview]:
         """The bytes of keys and values of tokens start to stop, all within one page: layer by layer, keys first."""
@@ -116,6 +131,16 @@ class State:
         """The same pieces to be filled, in reserved room."""
         return self.export_kv(start, stop)
 
+    def read_block(self, start: int, stop: int, source: bytes | memoryview) -> None:
+        """The same pieces together back, at once."""
+        page, first = divmod(start, PAGE_TOKENS)
+        place = (slice(None), self.pages[page], slice(first, first + stop - start))
+        keys, values = self.pool.keys.numpy()[place], self.pool.values.numpy()[place]
+        layers, *shape = keys.shape
+        came = np.frombuffer(source, keys.dtype).reshape(layers, 2, *shape)
+        np.copyto(keys, came[:, 0])
+        np.copyto(values, came[:, 1])
+
     def reset(self) -> None:
         """As if it had consumed nothing. Its reserved room stays its own."""
         assert not self.spoiled
@@ -126,15 +151,15 @@ class State:
     def clone(self) -> "State":
         """An independent copy. Pages are shared until one of the two writes into the last one."""
         assert not self.spoiled
-        copy = State.__new__(State)
-        copy.config, copy.pool = self.config, self.pool
-        copy.ids = list(self.ids)
-        copy._conv, copy._ssm, copy._stale = self.conv.clone(), self.ssm.clone(), False
-        copy.pages = self.pages[: pages_for(self.tokens)]
-        copy.block_names = list(self.block_names)
-        copy.spoiled = copy._released = False
-        self.pool.share(copy.pages)
-        return copy
+        other = State.__new__(State)
+        other.config, other.pool = self.config, self.pool
+        other.ids = list(self.ids)
+        other._conv, other._ssm, other._stale = self.conv.clone(), self.ssm.clone(), False
+        other.pages = self.pages[: pages_for(self.tokens)]
+        other.block_names = list(self.block_names)
+        other.spoiled = other._released = False
+        self.pool.share(other.pages)
+        return other
 
     def release(self) -> None:
         """Give the pages back. The state is empty and must not be used again; a second release does nothing."""
@@ -159,6 +184,11 @@ class State:
     def _writes_into_shared_page(self, tokens: int) -> bool:
         last = self.tokens // PAGE_TOKENS
         return tokens > 0 and last < len(self.pages) and self.pool.is_shared(self.pages[last])
+
+
+def copy(target: memoryview, source: bytes | memoryview) -> None:
+    """As target[:] = source, while other threads go on."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def host_view(tensor: Tensor) -> memoryview:

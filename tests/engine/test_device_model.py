@@ -13,7 +13,7 @@ from services.engine.experts.streamer import open_experts
 from services.engine.gpu.open import AWAKE_US, Device, Sizes, open_device
 from services.engine.model import Model, Segment
 from services.engine.snapshots.payload import PayloadFormat
-from services.engine.state import State
+from services.engine.state import State, state_bytes
 from services.tools.parity import divergence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -133,9 +133,11 @@ def test_a_state_goes_out_and_comes_back_to_the_bit(device: Device, demo_store: 
 def move(form: PayloadFormat, source: State, target: State) -> None:
     """All of a state by the pieces that a payload has."""
     target.ids = list(source.ids)
-    pieces = [bytes(piece) for piece in source.export_fixed()]
-    for piece, there in zip(pieces, target.import_fixed(), strict=True):
-        there[:] = piece
+    rest = memoryview(bytearray(state_bytes(source.config)))
+    source.write_fixed(rest)
+    for there in target.import_fixed():
+        there[:], rest = rest[: len(there)], rest[len(there) :]
+    assert not rest
     for start in range(0, source.tokens, form.block_tokens):
         stop = min(source.tokens, start + form.block_tokens)
         pieces = [bytes(piece) for piece in source.export_kv(start, stop)]

@@ -7,6 +7,7 @@ import torch
 from tiny import CONFIG, dump, feed
 
 from services.engine.errors import OutOfPagesError
+from services.engine.gpu.ledger import Kv
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.snapshots.payload import Loader, PayloadFormat
 
@@ -87,3 +88,27 @@ def test_a_copy_is_independent(pool: DevicePool) -> None:
     assert same(state, copy)
     copy.ssm.add_(1.0)
     assert not same(state, copy)
+
+
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+@pytest.mark.parametrize("tokens", [1, FORM.block_tokens, TOKENS])
+def test_a_hot_state_goes_back_as_a_whole(kv: Kv, tokens: int) -> None:
+    pool = DevicePool(CONFIG, torch.device("cpu"), places=2, pages=40, kv=kv)
+    form = PayloadFormat(CONFIG, "model", "arithmetic", kv_number_bytes=pool.keys.element_size())
+    state, copy = DeviceState(CONFIG, pool), DeviceState(CONFIG, pool)
+    feed(state, tokens, 1)
+    own = memoryview(bytearray(form.own_bytes(tokens)))
+    form.dump(state, own)
+    blocks = [form.dump_block(state, number) for number in range(form.blocks(tokens))]
+    form.load(own, blocks, copy)
+    assert copy.tokens == tokens
+    again = memoryview(bytearray(len(own)))
+    form.dump(copy, again)
+    assert again == own
+    assert [form.dump_block(copy, number) for number in range(form.blocks(tokens))] == blocks
+    loaded = Loader(form, DeviceState(CONFIG, DevicePool(CONFIG, torch.device("cpu"), places=1, pages=40, kv=kv)))
+    loaded.feed(bytes(own))
+    own[-100] ^= 1
+    form.load(own, blocks, copy)
+    form.dump(copy, again)
+    assert again[: len(own) - 8] == own[: len(own) - 8], "the control: what is loaded is what is there, unchecked"

@@ -11,6 +11,8 @@ import kernels.nvfp4.reference as nvfp4
 from services.engine.model_config import ModelConfig
 from services.tools import oracle
 from services.tools.train_demo import experts, scan, shapes
+from services.tools.train_demo import fused as fused_parts
+from services.tools.train_demo.documents import NOT_SCORED
 from services.tools.train_demo.export import export
 from services.tools.train_demo.network import Network
 from services.tools.train_demo.rounding import FP8, NVFP4, Rounding
@@ -170,3 +172,35 @@ def test_balancing_moves_loads() -> None:
 class FakeTraining:
     def __init__(self, network: Network) -> None:
         self.network = network
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_fused_parts_are_the_networks_own(rounded: bool) -> None:
+    """Losses, loads and every gradient; without one of its weights a part is another."""
+    network, rounding = tiny(), Rounding() if rounded else None
+    ids = torch.randint(0, 512, (2, 50), generator=torch.Generator().manual_seed(5))
+    found = []
+    for fused in (None, fused_parts.plain(torch.float32)):
+        network.zero_grad(set_to_none=True)
+        hidden, run = network(ids, documents(), rounding, True, fused, True)
+        states = network.draft(hidden, ids, run)
+        if fused is None or fused.head is None:
+            loss = torch.nn.functional.cross_entropy(
+                network.logits(hidden, rounding)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+            )
+        else:
+            targets = torch.cat((ids[:, 1:], torch.full((2, 1), NOT_SCORED)), dim=1)
+            loss = fused.head(hidden, network.lm_head.value(rounding), targets, torch.float32)
+        (loss + states.square().mean() + torch.stack(run.sparsity).mean()).backward()
+        gradients = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+        found.append((loss.detach(), torch.stack(run.zeros), torch.stack(run.sparsity).detach(), run.loads, gradients))
+    (loss, zeros, sparsity, loads, gradients), (loss_2, zeros_2, sparsity_2, loads_2, gradients_2) = found
+    assert torch.allclose(loss, loss_2, rtol=1e-5)
+    assert torch.allclose(zeros, zeros_2)
+    assert torch.allclose(sparsity, sparsity_2, rtol=1e-4)
+    assert {name: value.tolist() for name, value in loads.items()} == {n: v.tolist() for n, v in loads_2.items()}
+    assert gradients.keys() == gradients_2.keys()
+    assert len(gradients) > 50
+    for name, one in gradients.items():
+        assert torch.allclose(one, gradients_2[name], rtol=1e-3, atol=1e-3 * float(one.abs().max())), name
+    assert not torch.allclose(gradients["lm_head.weight"], gradients_2["lm_head.weight"].roll(1))

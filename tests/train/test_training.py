@@ -185,7 +185,7 @@ def test_what_is_measured_improves_with_training(finished: Path, prepared: Path)
 def test_matrix_products_in_bf16_teach_the_same(finished: Path) -> None:
     """As on a GPU: every part of a step takes BF16, and says what float32 says."""
     training = opened(finished)
-    sources = documents.load(finished / "documents.xz")
+    sources = documents.load(finished / "documents")
     batch = Rows(sources, dict.fromkeys(sources, 1.0), 64, 4, 1).batch(Position())
     gradients = []
     for training.half in (False, True):
@@ -225,7 +225,7 @@ def test_what_the_exam_asks_is_not_taught(prepared: Path) -> None:
     from tokenizers import Tokenizer
 
     learnt = Tokenizer.from_file(str(prepared / "tokenizer.json"))
-    sources = documents.load(prepared / "documents.xz")
+    sources = documents.load(prepared / "documents")
     taught = {name: learnt.decode(source.ids.tolist()) for name, source in sources.items()}
     assert "The capital of Peru is Lima." in taught["chat"]
     assert "HELD-OUT" not in taught["chat"]

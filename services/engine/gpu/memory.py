@@ -4,8 +4,14 @@ Owns the memory, all of it taken at construction, so that a captured graph finds
 captured with. Kernels name a state by its place. Used by the thread that owns the model, only.
 """
 
+import logging
+import mmap
+import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,7 +20,9 @@ from services.engine.errors import OutOfPagesError
 from services.engine.gpu.ledger import Kv
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PAGE_TOKENS, PagePool, pages_for
-from services.engine.state import State, host_view
+from services.engine.state import State, copy, host_view
+
+log = logging.getLogger(__name__)
 
 KV_TYPES: dict[Kv, torch.dtype] = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
@@ -71,6 +79,12 @@ class DevicePool(PagePool):
         yield host_view(staged)
         piece.copy_(staged.view(piece.dtype).view(piece.shape))
 
+    def stage(self, data: bytes | memoryview) -> Tensor:
+        """The bytes on the device, as a tensor of them."""
+        here = torch.empty(len(data), dtype=torch.uint8, pin_memory=self.conv.is_cuda)
+        copy(host_view(here), data)
+        return here.to(self.conv.device)
+
     def check(self, held: list[list[int]]) -> None:
         super().check(held)
         assert len(self._free_places) == len(set(self._free_places)) == len(self.conv) - len(held)
@@ -93,9 +107,15 @@ class DeviceState(State):
         self.block_names: list[bytes] = []
         self.spoiled = self._released = False
 
-    def export_fixed(self) -> Iterator[memoryview]:
-        for piece in (*self.conv, *self.ssm):
-            yield self.pool.to_host(piece)
+    def write_fixed(self, target: memoryview) -> None:
+        for piece in self.fixed:
+            _as_bytes(target[: piece.nbytes]).copy_(_bytes_of(piece))
+            target = target[piece.nbytes :]
+
+    def read_fixed(self, source: memoryview) -> None:
+        for piece in self.fixed:
+            _bytes_of(piece).copy_(_as_bytes(source[: piece.nbytes]))
+            source = source[piece.nbytes :]
 
     def import_fixed(self) -> Iterator[memoryview]:
         for piece in (*self.conv, *self.ssm):
@@ -109,16 +129,25 @@ class DeviceState(State):
         for piece in self._kv_pieces(start, stop):
             yield from self.pool.from_host(piece)
 
+    def read_block(self, start: int, stop: int, source: bytes | memoryview) -> None:
+        page, first = divmod(start, PAGE_TOKENS)
+        place = (slice(None), self.pages[page], slice(first, first + stop - start))
+        keys, values = self.pool.keys[place], self.pool.values[place]
+        layers, *shape = keys.shape
+        staged = self.pool.stage(source).view(keys.dtype).view(layers, 2, *shape)
+        keys.copy_(staged[:, 0])
+        values.copy_(staged[:, 1])
+
     def clone(self) -> "DeviceState":
         """An independent copy in another place. Raises OutOfPagesError if there is none."""
         assert not self.spoiled
-        copy = DeviceState(self.config, self.pool)
-        copy.ids, copy.block_names = list(self.ids), list(self.block_names)
-        copy.conv.copy_(self.conv)
-        copy.ssm.copy_(self.ssm)
-        copy.pages = self.pages[: pages_for(self.tokens)]
-        self.pool.share(copy.pages)
-        return copy
+        other = DeviceState(self.config, self.pool)
+        other.ids, other.block_names = list(self.ids), list(self.block_names)
+        other.conv.copy_(self.conv)
+        other.ssm.copy_(self.ssm)
+        other.pages = self.pages[: pages_for(self.tokens)]
+        self.pool.share(other.pages)
+        return other
 
     def release(self) -> None:
         if not self._released:
@@ -130,3 +159,26 @@ class DeviceState(State):
         for layer in range(len(self.config.attention_layers)):
             for memory in (self.pool.keys[layer], self.pool.values[layer]):
                 yield memory[self.pages[page], first : first + stop - start]
+
+
+def _bytes_of(piece: Tensor) -> Tensor:
+    return piece.view(-1).view(torch.uint8)
+
+
+def _as_bytes(memory: memoryview) -> Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def page_locked(size_bytes: int) -> npt.NDArray[np.uint8]:
+    """New host memory that the card reads and writes by itself, at the link's speed; where the system locks no more,
+    memory as any other."""
+    memory = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
+    address, runtime = memory.ctypes.data, torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = int(runtime.cudaHostRegister(address, size_bytes, 0))
+    if status:
+        with suppress(RuntimeError):  # the runtime keeps a refused call's error for the next launch to report: this one
+            torch.zeros(1, device="cuda")
+        log.warning("a hot state of %.0f MB could not be page-locked (CUDA error %d)", size_bytes / 1e6, status)
+    else:
+        weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+    return memory

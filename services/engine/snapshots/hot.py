@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.engine.request import StateRef
-from services.engine.snapshots.memory import Memory, OwnPart
-from services.engine.snapshots.payload import Loader, PayloadFormat, copy, state_id
-from services.engine.state import State
+from services.engine.snapshots.memory import Fresh, Memory, OwnPart, fresh
+from services.engine.snapshots.payload import PayloadFormat, state_id
+from services.engine.state import State, copy
 
 
 @dataclass
@@ -38,14 +38,20 @@ class HotStates:
     """`used_bytes` never exceeds `budget_bytes` or, while states are pinned, `transit_bytes`, whichever is larger."""
 
     def __init__(
-        self, payloads: PayloadFormat, arithmetic_fingerprint: str, budget_bytes: int, transit_bytes: int = 0
+        self,
+        payloads: PayloadFormat,
+        arithmetic_fingerprint: str,
+        budget_bytes: int,
+        transit_bytes: int = 0,
+        fresh: Fresh = fresh,
     ) -> None:
+        """`fresh` gives memory for own parts: for a device that copies by itself, of a kind that it can."""
         self.payloads = payloads
         self.budget_bytes = budget_bytes
         self.transit_bytes = max(transit_bytes, budget_bytes)
         self.used_bytes = 0
         self._fingerprint = arithmetic_fingerprint
-        self._memory = Memory()
+        self._memory = Memory(fresh)
         self._states: OrderedDict[bytes, Stored] = OrderedDict()  # by state id, the longest unused first
         self._blocks: dict[bytes, _Block] = {}
 
@@ -111,11 +117,7 @@ class HotStates:
 
     def load(self, stored: Stored, state: State) -> int:
         """Put what is held into a fresh state -> how many ids it has consumed."""
-        loader = Loader(self.payloads, state, trusted=True)
-        loader.feed(stored.chunks.data)
-        for number, block in enumerate(stored.blocks):
-            loader.put_block(number, block)
-        loader.finish()
+        self.payloads.load(stored.chunks.data, stored.blocks, state)
         return stored.ref.tokens
 
     def let_go(self, stored: Stored) -> None:

@@ -5,7 +5,7 @@ used again, because fresh memory is several times slower than memory whose pages
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import overload
 
 import numpy as np
@@ -14,7 +14,13 @@ import numpy.typing as npt
 from services.engine.snapshots.payload import CHUNK_BYTES
 
 Piece = npt.NDArray[np.uint8]
+Fresh = Callable[[int], Piece]  # new memory of so many bytes
 SLACK = 32  # a piece is larger by this fraction of what it is for: the next state of a dialog is a little larger
+
+
+def fresh(size_bytes: int) -> Piece:
+    """What is in it is of no meaning."""
+    return np.empty(size_bytes, np.uint8)
 
 
 class OwnPart(Sequence[bytes]):
@@ -49,7 +55,8 @@ class OwnPart(Sequence[bytes]):
 class Memory:
     """Keeps at most one piece that nobody uses, so it never takes more than was in use at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, fresh: Fresh = fresh) -> None:
+        self._fresh = fresh
         self._spare: deque[Piece] = deque(maxlen=1)  # given back by whichever thread was the last to read it
 
     def take(self, size_bytes: int) -> OwnPart:
@@ -60,7 +67,7 @@ class Memory:
             piece = np.empty(0, np.uint8)
         if not size_bytes <= len(piece) <= 2 * size_bytes:
             del piece  # before there is another one
-            piece = np.empty(size_bytes + size_bytes // SLACK, np.uint8)
+            piece = self._fresh(size_bytes + size_bytes // SLACK)
         return OwnPart(self, piece, size_bytes)
 
     def give_back(self, piece: Piece) -> None:

@@ -22,13 +22,12 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from services.engine.errors import PayloadError
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PAGE_TOKENS
-from services.engine.state import State, state_bytes
+from services.engine.state import State, copy, state_bytes
 from services.engine.vision.ids import FIRST
 
 CHUNK_BYTES = 1 << 20
@@ -102,13 +101,36 @@ class PayloadFormat:
     def dump(self, state: State, target: memoryview) -> None:
         """The own part into memory of exactly its size."""
         assert not state.spoiled
-        digest = xxhash.xxh3_64()
-        rest = target
-        for piece in self._own_pieces(state):
-            copy(rest[: len(piece)], piece)
-            digest.update(piece)
-            rest = rest[len(piece) :]
-        rest[:] = struct.pack("<Q", digest.intdigest())
+        names, end = self.name_blocks(state), len(target) - CHECKSUM_BYTES
+        at = 0
+        for piece in (self._header(state), array("I", state.ids).tobytes(), b"".join(names)):
+            target[at : at + len(piece)] = piece
+            at += len(piece)
+        state.write_fixed(target[at : at + state_bytes(self.config)])
+        at += state_bytes(self.config)
+        if at < end:
+            for rest in state.export_kv(len(names) * self.block_tokens, state.tokens):
+                copy(target[at : at + len(rest)], rest)
+                at += len(rest)
+        target[end:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(target[:end]))
+
+    def load(self, own_part: memoryview, blocks: Sequence[bytes], state: State) -> None:
+        """Fill an empty state with what `dump` and `dump_block` of this process gave: nothing is looked at again.
+        Raises OutOfPagesError, and then nothing has changed."""
+        tokens, fixed_bytes = self.check_header(bytes(own_part[: HEADER.size]), state), state_bytes(self.config)
+        state.reserve(tokens)
+        names_at = HEADER.size + 4 * tokens
+        fixed_at = names_at + NAME_BYTES * len(blocks)
+        rest_at = fixed_at + fixed_bytes
+        state.read_fixed(own_part[fixed_at:rest_at])
+        for index, block in enumerate(blocks):
+            state.read_block(*self.span(index), block)
+        if rest_at < len(own_part) - CHECKSUM_BYTES:
+            state.read_block(len(blocks) * self.block_tokens, tokens, own_part[rest_at:-CHECKSUM_BYTES])
+        ids = array("I")
+        ids.frombytes(own_part[HEADER.size : names_at])
+        state.ids = ids.tolist()
+        state.block_names = _names(own_part[names_at:fixed_at])
 
     def span(self, index: int) -> tuple[int, int]:
         """The tokens of a block."""
@@ -141,15 +163,9 @@ class PayloadFormat:
             raise PayloadError(f"snapshot: id {max(words)} is outside the vocabulary of {self.config.vocab_size}")
         return ids.tolist()
 
-    def _own_pieces(self, state: State) -> Iterator[bytes | memoryview]:
+    def _header(self, state: State) -> bytes:
         tokens = state.tokens
-        names = self.name_blocks(state)
-        yield HEADER.pack(MAGIC, VERSION, self._model, self._arithmetic, *self.sizes, tokens, self.own_bytes(tokens))
-        yield array("I", state.ids).tobytes()
-        yield b"".join(names)
-        yield from state.export_fixed()
-        if tokens > len(names) * self.block_tokens and self._kv_bytes:
-            yield from state.export_kv(len(names) * self.block_tokens, tokens)
+        return HEADER.pack(MAGIC, VERSION, self._model, self._arithmetic, *self.sizes, tokens, self.own_bytes(tokens))
 
     def _block_pieces(self, state: State, index: int) -> Iterator[memoryview]:
         return state.export_kv(*self.span(index))
@@ -159,15 +175,13 @@ class Loader:
     """Fills an empty state from a payload, piece by piece as it arrives. Raises PayloadError for what is no payload of
     this engine and OutOfPagesError if there is no room; then `state` holds rubbish and has to be reset.
 
-    First `feed` the own part; then `names` are known, and each block that is `missing` is to be put. `trusted` bytes
-    never left this process: they are not hashed again.
+    First `feed` the own part; then `names` are known, and each block that is `missing` is to be put.
     """
 
-    def __init__(self, form: PayloadFormat, state: State, trusted: bool = False) -> None:
+    def __init__(self, form: PayloadFormat, state: State) -> None:
         self.names: tuple[bytes, ...] = ()
         self._form = form
         self._state = state
-        self._trusted = trusted
         self._digest: Any = xxhash.xxh3_64()
         self._own_part_done = False
         self._hashed = True  # whether the target under way counts for the checksum
@@ -197,7 +211,7 @@ class Loader:
 
     def fill(self, size: int, read: Read) -> None:
         """The next `size` bytes of the own part, which `read` puts where they belong."""
-        if not self._trusted and not 0 < size <= CHUNK_BYTES:
+        if not 0 < size <= CHUNK_BYTES:
             raise PayloadError(f"snapshot: a chunk of {size} bytes, expected 1 to {CHUNK_BYTES}")
         done = 0
         while done < size:
@@ -211,7 +225,7 @@ class Loader:
     def advance(self, count: int) -> None:
         """So many bytes are in `room` now."""
         assert self._target is not None
-        if self._hashed and not self._trusted:
+        if self._hashed:
             # What was taken over, and not what it was taken from: that may be memory of another process.
             self._digest.update(self._target[self._filled : self._filled + count])
         self._filled += count
@@ -257,9 +271,9 @@ class Loader:
         stored = bytearray(CHECKSUM_BYTES)
         self._hashed = False
         yield memoryview(stored)
-        if not self._trusted and struct.pack("<Q", self._digest.intdigest()) != stored:
+        if struct.pack("<Q", self._digest.intdigest()) != stored:
             raise PayloadError("snapshot: the checksum does not match; it is damaged")
-        self.names = tuple(bytes(names[at : at + NAME_BYTES]) for at in range(0, len(names), NAME_BYTES))
+        self.names = tuple(_names(names))
         self._missing = set(range(blocks))
         state.ids = checked
         state.block_names = list(self.names)
@@ -268,7 +282,7 @@ class Loader:
     def _block(self, index: int) -> Iterator[memoryview]:
         self._digest, self._hashed = xxhash.xxh3_128(), True
         yield from self._state.import_kv(*self._form.span(index))
-        if not self._trusted and self._digest.digest() != self.names[index]:
+        if self._digest.digest() != self.names[index]:
             raise PayloadError(f"snapshot: block {index} is not what its name says; it is damaged")
         self._missing.remove(index)
 
@@ -277,11 +291,6 @@ class Loader:
             self._target, self._filled = next(self._targets, None), 0
             if self._target is None or len(self._target):
                 return
-
-
-def copy(target: memoryview, source: bytes | memoryview) -> None:
-    """As target[:] = source, while other threads go on."""
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def block_name(pieces: Iterable[bytes | memoryview]) -> bytes:
@@ -297,6 +306,10 @@ def state_id(arithmetic_fingerprint: str, ids: Sequence[int]) -> bytes:
     digest = hashlib.blake2b(arithmetic_fingerprint.encode() + b"\0", digest_size=32)
     digest.update(array("I", ids).tobytes())
     return digest.digest()
+
+
+def _names(joined: bytes | bytearray | memoryview) -> list[bytes]:
+    return [bytes(joined[at : at + NAME_BYTES]) for at in range(0, len(joined), NAME_BYTES)]
 
 
 def _digest(fingerprint: str) -> bytes:

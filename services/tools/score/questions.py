@@ -17,6 +17,29 @@ _MARKERS = re.compile(
     r"<\|?/?(im_start|im_end|think|tool_call|tool_response|function|parameter|s)\b|\b(user|assistant)\n"
 )
 LONGEST_ANSWER_WORDS = 150  # of a chat's turn
+_ORDINARY = frozenset(
+    (
+        "and",
+        "bakery",
+        "bill",
+        "box",
+        "capital",
+        "date",
+        "france",
+        "green",
+        "hill",
+        "how",
+        "invoice",
+        "the",
+        "thank",
+        "total",
+        "what",
+        "where",
+        "which",
+        "who",
+    )
+)
+_LANGUAGES = {"danish", "dutch", "italian", "spanish"}  # there are not enough to keep some back
 
 
 def questions() -> list[dict[str, Any]]:
@@ -43,6 +66,28 @@ def asked_in_exam() -> frozenset[str]:
     """Every question that is judged: what no training text may ask. Turns that lead up to one are ordinary chat."""
     judged = [one["turns"][-1] for one in questions() if len(one["turns"]) == 1]
     return frozenset([*judged, *(one["ask"] for one in problems()), *(one["ask"] for one in tool_calls())])
+
+
+def held_out_words() -> frozenset[str]:
+    """In small letters: functions, their parameters, and the names and things that are asked about with them, in word
+    problems, in reading and in memory. What is drawn at random for training must not be one of these."""
+    told = [turn for one in questions() if one["kind"] in ("reading", "memory") for turn in one["turns"]]
+    told += [one["ask"] for one in problems()]
+    names = {word.lower() for text in told for word in re.findall(r"[A-Z][a-z]{2,}", text)} - _ORDINARY
+    for one in tool_calls():
+        values = [str(value) for value in one["arguments"].values()]
+        names |= {one["call"], *one["arguments"], *(value.lower() for value in values if value[0].isalpha())}
+    return frozenset(names - {"on", "off"} - _LANGUAGES)
+
+
+def sums_in(text: str) -> frozenset[tuple[int, str, int]]:
+    """Additions and subtractions that a text asks for, whatever their words."""
+    found = re.findall(r"\b(\d+) (\+|-|plus|minus) (\d+)\b", text)
+    return frozenset((int(a), {"plus": "+", "minus": "-"}.get(sign, sign), int(b)) for a, sign, b in found)
+
+
+def held_out_sums() -> frozenset[tuple[int, str, int]]:
+    return frozenset().union(*(sums_in(one["turns"][-1]) for one in questions()))
 
 
 def is_right(rule: Mapping[str, Any], answer: str) -> bool:

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
+import numpy as np
+import numpy.typing as npt
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 END = "<|im_end|>"
@@ -22,7 +24,7 @@ class Renderer:
 
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
         self._tokenizer = tokenizer
-        environment = Environment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
         self._template = environment.from_string(template)
 
@@ -31,6 +33,9 @@ class Renderer:
         return Renderer(
             Tokenizer.from_file(str(folder / "tokenizer.json")), (folder / "chat_template.jinja").read_text()
         )
+
+    def ids(self, text: str) -> npt.NDArray[np.uint16]:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.uint16)
 
     def text(self, text: str) -> tuple[list[int], list[bool]]:
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -80,7 +80,7 @@ def _prepare(args: argparse.Namespace) -> int:
     lessons = shapes.MIXTURE["lessons"] if args.lessons is None else args.lessons
     prepare(args.corpus, args.run, shapes.config(args.size)["vocab_size"], lessons, print)
     shapes.write_config(args.run, args.size)
-    size = (args.run / "documents.xz").stat().st_size
+    size = sum(path.stat().st_size for path in (args.run / "documents").iterdir())
     print(f"{args.run}: prepared, {size / 1e6:.1f} MB of documents")
     return 0
 

@@ -41,23 +41,30 @@ class Source:
         )
 
 
-def save(path: Path, sources: Iterable[Source]) -> None:
-    sources = list(sources)
-    with lzma.open(path, "wb", preset=4) as file:
-        np.save(file, np.array([(source.name, str(int(source.whole))) for source in sources]))
-        for source in sources:
-            for array in (source.ids, np.packbits(source.scored), source.ends):
-                np.save(file, array)
+# Ids are 16 bits wide, which the coder is told; rows are carried to where they are trained on.
+_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 0, "lp": 1, "pb": 1}]
 
 
-def load(path: Path) -> dict[str, Source]:
+def save(folder: Path, source: Source) -> None:
+    """As `folder`/NAME.xz, at once."""
+    folder.mkdir(exist_ok=True)
+    part = folder / f"{source.name}.part"
+    with lzma.open(part, "wb", filters=_FILTERS) as file:
+        np.save(file, np.array([source.whole]))
+        for array in (source.ids, np.packbits(source.scored), np.diff(source.ends, prepend=0).astype(np.uint32)):
+            np.save(file, array)
+    part.replace(folder / f"{source.name}.xz")
+
+
+def load(folder: Path) -> dict[str, Source]:
+    return {path.stem: _read(path) for path in sorted(folder.glob("*.xz"))}
+
+
+def _read(path: Path) -> Source:
     with lzma.open(path, "rb") as file:
-        found = {}
-        for name, whole in np.load(file):
-            ids, bits, ends = (np.load(file) for _ in range(3))
-            scored = np.unpackbits(bits, count=len(ids)).astype(np.bool_)
-            found[str(name)] = Source(str(name), whole == "1", ids, scored, ends)
-    return found
+        whole, ids, bits, lengths = (np.load(file) for _ in range(4))
+    scored = np.unpackbits(bits, count=len(ids)).astype(np.bool_)
+    return Source(path.stem, bool(whole[0]), ids, scored, np.cumsum(lengths, dtype=np.int64))
 
 
 @dataclass

@@ -34,7 +34,7 @@ class Measured:
 @torch.no_grad()
 def measure(training: Training, name: str, rounded: bool, most_batches: int | None = None) -> Measured:
     """Of the held-out source `name`; windows know nothing of each other."""
-    source = documents.load(training.run_folder / "held_out.xz")[name]
+    source = documents.load(training.run_folder / "held_out")[name]
     sizes = token_bytes(training.run_folder / "tokenizer.json")
     rounding = Rounding() if rounded else None
     nats = tokens = size = hits = guesses = 0.0

@@ -14,6 +14,7 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 
 from services.engine.model_config import ModelConfig
 from services.tools.train_demo import experts, scan
+from services.tools.train_demo.fused import Fused
 from services.tools.train_demo.rounding import FP8, NVFP4, Rounding
 
 
@@ -28,7 +29,8 @@ class Pass:
     watch: bool  # fill the two below
     sparsity: list[Tensor]  # of each expert layer: sum|r| / (sqrt(n) |r|_2) behind relu, 1 = nothing is zero
     zeros: list[Tensor]  # of each expert layer: share of values behind relu that are exactly zero
-    mix: scan.Mix | None = None  # scan.mix, compiled; only where gradients are wanted
+    fused: Fused | None = None
+    wants_sparsity: bool = False  # of the fused parts
 
 
 class Linear(nn.Module):
@@ -79,6 +81,12 @@ class Attention(nn.Module):
         out: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2), run.rounding)
         return out
 
+    def fused(self, x: Tensor, norm: Norm, run: Pass, fused: Fused) -> Tensor | None:
+        if fused.attention is None:
+            return None
+        weights = (one.value(run.rounding) for one in (self.q_proj, self.k_proj, self.v_proj, self.o_proj))
+        return fused.attention(x, norm.weight, *weights, run.seen, self.heads, norm.eps, fused.kind)
+
 
 class Convolution(nn.Module):
     def __init__(self, channels: int, taps: int) -> None:
@@ -104,19 +112,24 @@ class Mamba(nn.Module):
         self.out_proj = Linear(f"{name}.out_proj", config.hidden_size, self.inner, form, scale)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
-        mix: scan.Mix = run.mix if run.mix is not None and torch.is_grad_enabled() else scan.mix
-        y = mix(*self.arguments(self.in_proj(x, run.rounding), run.documents))
+        sizes = [self.inner, self.inner + 2 * self.shared, self.config.mamba_heads]
+        gate, mixed, dt = torch.split(self.in_proj(x, run.rounding), sizes, dim=-1)
+        y = scan.mix(gate, mixed, dt, *self.own(), run.documents, *self.fixed(x))
         out: Tensor = self.out_proj(y, run.rounding)
         return out
 
-    def arguments(self, projected: Tensor, documents: Tensor) -> tuple[object, ...]:
-        """Of scan.mix."""
-        config = self.config
-        sizes = [self.inner, self.inner + 2 * self.shared, config.mamba_heads]
-        own = (self.conv1d.weight, self.conv1d.bias, self.dt_bias, self.A_log, self.D, self.norm.weight)
-        chunk = 64 if projected.is_cuda else 32
-        parts = torch.split(projected, sizes, dim=-1)
-        return (*parts, *own, documents, config.mamba_groups, config.norm_eps, chunk)
+    def own(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self.conv1d.weight, self.conv1d.bias, self.dt_bias, self.A_log, self.D, self.norm.weight
+
+    def fixed(self, x: Tensor) -> tuple[int, float, int]:
+        return self.config.mamba_groups, self.config.norm_eps, 64 if x.is_cuda else 32
+
+    def fused(self, x: Tensor, norm: Norm, run: Pass, fused: Fused) -> Tensor | None:
+        """The whole layer; None where that is not fused. So of every mixer."""
+        if fused.mamba is None:
+            return None
+        weights = (norm.weight, self.in_proj.value(run.rounding), self.out_proj.value(run.rounding))
+        return fused.mamba(x, *weights, *self.own(), run.documents, *self.fixed(x), fused.kind)
 
 
 class Gate(nn.Module):
@@ -167,12 +180,7 @@ class Mixture(nn.Module):
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
             weights = weights * config.routed_scale
         latent = self.fc1_latent_proj(tokens, run.rounding)
-        up: Tensor = self.experts.up_proj
-        down: Tensor = self.experts.down_proj
-        if run.rounding is not None and self.form is not None:
-            up, down = (
-                run.rounding(f"{self.name}.experts.{part}", t, self.form) for part, t in (("up", up), ("down", down))
-            )
+        up, down = self.values(run.rounding)
         up, down = up.to(latent.dtype), down.to(latent.dtype)
         routed, counts, active = experts.run(latent, ids, weights, up, down)
         run.loads[self.name] = counts
@@ -183,6 +191,30 @@ class Mixture(nn.Module):
         shared = torch.relu(self.shared_experts.up_proj(tokens, run.rounding)).square()
         out: Tensor = self.fc2_latent_proj(routed, run.rounding) + self.shared_experts.down_proj(shared, run.rounding)
         return out.view(x.shape)
+
+    def values(self, rounding: Rounding | None) -> tuple[Tensor, Tensor]:
+        up: Tensor = self.experts.up_proj
+        down: Tensor = self.experts.down_proj
+        if rounding is None or self.form is None:
+            return up, down
+        return (
+            rounding(f"{self.name}.experts.up", up, self.form),
+            rounding(f"{self.name}.experts.down", down, self.form),
+        )
+
+    def fused(self, x: Tensor, norm: Norm, run: Pass, fused: Fused) -> Tensor | None:
+        if fused.moe is None:
+            return None
+        config, rounding, both = self.config, run.rounding, self.shared_experts
+        projections = (self.fc1_latent_proj.value(rounding), self.fc2_latent_proj.value(rounding))
+        shared = (both.up_proj.value(rounding), both.down_proj.value(rounding))
+        fixed = (config.experts_per_token, config.norm_topk, config.routed_scale, norm.eps)
+        gate = (self.gate.weight, self.gate.e_score_correction_bias)
+        weights = (norm.weight, *gate, *projections, *self.values(rounding), *shared)
+        out, run.loads[self.name], zeros, sparsity = fused.moe(x, *weights, *fixed, fused.kind, run.wants_sparsity)
+        run.zeros.append(zeros)
+        run.sparsity.append(sparsity)
+        return out
 
 
 MIXERS: dict[str, type[Attention] | type[Mamba] | type[Mixture]] = {
@@ -200,6 +232,11 @@ class Layer(nn.Module):
         self.mixer = MIXERS[kind](f"{name}.mixer", config, FORMS[kind] if quantised else None, depth**-0.5)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
+        if run.fused is not None:
+            with torch.autocast(x.device.type, enabled=False):  # fused parts say themselves what is in which dtype
+                whole: Tensor | None = self.mixer.fused(x, self.norm, run, run.fused)
+            if whole is not None:
+                return whole
         out: Tensor = x + self.mixer(self.norm(x), run)
         return out
 
@@ -253,10 +290,12 @@ class Network(nn.Module):
         documents: Tensor,
         rounding: Rounding | None = None,
         watch: bool = False,
-        mix: scan.Mix | None = None,
+        fused: Fused | None = None,
+        wants_sparsity: bool = False,
     ) -> tuple[Tensor, Pass]:
         """Hidden states behind the final norm, float32 [rows, tokens, hidden], of ids int64 [rows, tokens]."""
-        run = start(documents, rounding, watch, mix)
+        run = start(documents, rounding, watch)
+        run.fused, run.wants_sparsity = fused, wants_sparsity
         x = self.embeddings(ids).float()
         for layer in self.layers:
             x = layer(x, run)
@@ -278,21 +317,12 @@ class Network(nn.Module):
     def draft_logits(self, states: Tensor, rounding: Rounding | None = None) -> Tensor:
         return linear(states, self.lm_head.value(rounding).detach()).float()
 
-    def sample(self, rows: int, tokens: int) -> tuple[object, ...]:
-        """Arguments of scan.mix as the first Mamba layer gives them, of random input."""
-        layer = next(module for module in self.modules() if isinstance(module, Mamba))
-        device = self.embeddings.weight.device
-        kind = torch.bfloat16 if device.type == "cuda" else torch.float32
-        x = torch.randn(rows, tokens, layer.in_proj.weight.shape[0], device=device, dtype=kind)
-        documents = torch.arange(tokens, device=device).div(tokens // 3, rounding_mode="floor").expand(rows, -1)
-        return layer.arguments(x, documents.contiguous())
-
     def mixtures(self) -> list[Mixture]:
         return [module for module in self.modules() if isinstance(module, Mixture)]
 
 
-def start(documents: Tensor, rounding: Rounding | None, watch: bool, mix: scan.Mix | None = None) -> Pass:
+def start(documents: Tensor, rounding: Rounding | None, watch: bool) -> Pass:
     tokens = documents.shape[1]
     causal = torch.ones(tokens, tokens, dtype=torch.bool, device=documents.device).tril()
     seen = (documents.unsqueeze(2) == documents.unsqueeze(1)) & causal
-    return Pass(documents, seen.unsqueeze(1), rounding, {}, watch, [], [], mix)
+    return Pass(documents, seen.unsqueeze(1), rounding, {}, watch, [], [])

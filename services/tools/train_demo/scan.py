@@ -6,13 +6,9 @@ Equal to kernels/mamba/reference.py's token by token up to rounding. Plain torch
 owns no weights.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, rms_norm, silu, softplus
-
-Mix = Callable[..., Tensor]
 
 
 def mix(
@@ -42,23 +38,6 @@ def mix(
     y = (y + d.unsqueeze(-1) * values).flatten(2) * silu(gate.float())
     y = rms_norm(torch.unflatten(y, -1, (groups, -1)), (inner // groups,), None, eps).flatten(-2)
     return (y * norm_weight).to(kind)
-
-
-def compiled(sample: tuple[object, ...]) -> Mix | None:
-    """`mix` made into a few kernels, once tried with gradients on `sample`; None, and plain operations then, if this
-    machine cannot or they give something else."""
-    made: Mix = torch.compile(mix, dynamic=False)
-    found, wanted = (_with_gradients(one, sample) for one in (made, mix))
-    near = all(bool((f - w).norm() <= 0.05 * w.norm()) for f, w in zip(found, wanted, strict=True))
-    return made if near else None
-
-
-def _with_gradients(function: Mix, sample: tuple[object, ...]) -> list[Tensor]:
-    leaves = [t.detach().requires_grad_() if isinstance(t, Tensor) and t.is_floating_point() else t for t in sample]
-    with torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_available()):
-        y = function(*leaves)
-    wanted = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
-    return [y.detach().float(), *(g.float() for g in torch.autograd.grad(y.float().square().mean(), wanted))]
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor, documents: Tensor) -> Tensor:

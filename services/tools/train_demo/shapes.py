@@ -10,6 +10,8 @@ from services.engine.model_config import language_config, read_config
 DEMO = Path(__file__).parents[3] / "demo"
 MIXTURE: dict[str, Any] = json.loads((Path(__file__).parent / "mixture.json").read_text(encoding="utf-8"))
 
+# Fewer experts than the committed checkpoint's first version, so that draft block and tower fit beside them in 24 MB.
+_DEMO: dict[str, Any] = {"n_routed_experts": 48}
 _TINY: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -68,7 +70,7 @@ def config(size: str) -> dict[str, Any]:
     """config.json of a checkpoint that is not quantised, with the draft block named as the real model's is."""
     raw = dict(language_config(read_config(DEMO)))
     raw.pop("quantization_config", None)
-    raw |= {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+    raw |= {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"} | _DEMO
     if size == "tiny":
         raw |= _TINY
     raw["num_hidden_layers"] = len(raw["hybrid_override_pattern"])

@@ -18,12 +18,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear
 
 from services.engine.model_config import ModelConfig, read_config
-from services.tools.train_demo import documents, scan
+from services.tools.train_demo import documents
 from services.tools.train_demo.documents import Batch, Position, Rows
+from services.tools.train_demo.fused import Fused
 from services.tools.train_demo.network import Network
+from services.tools.train_demo.rehearsal import rehearsed
 from services.tools.train_demo.rounding import Rounding
 from services.tools.train_demo.shapes import MIXTURE, STAGES, Recipe
 
@@ -63,7 +65,7 @@ class Losses:
 class Training:
     def __init__(self, run: Path, recipe: Recipe, device: str, say: Callable[[str], None]) -> None:
         """Raises TrainingError if the folder was not prepared."""
-        for name in ("config.json", "documents.xz"):
+        for name in ("config.json", "documents"):
             if not (run / name).exists():
                 raise TrainingError(f"{run}: holds no {name}; run `thimble train-demo prepare` first")
         self.run_folder, self.recipe, self.device, self.say = run, recipe, device, say
@@ -78,8 +80,8 @@ class Training:
         )
         self.progress = Progress(STAGES[0])
         self.position = Position()
-        self._sources = documents.load(run / "documents.xz")
-        self._mix: scan.Mix | None = None
+        self._sources = documents.load(run / "documents")
+        self.fused: Fused | None = None
         if (run / "state.pt").exists():
             self._load()
 
@@ -93,9 +95,12 @@ class Training:
             self.say(f"{stage}: all {done.planned} steps are done")
             return True
         rounding = Rounding() if stage == "quantise" else None
-        if self.half and self._mix is None:
-            self._mix = self._compiled()
         batches = self._batches(stage)
+        if self.half:
+            batch, _ = next(batches)
+            batches.close()
+            self.fused = rehearsed(self, batch, rounding, sparsity > 0)
+            batches = self._batches(stage)
         began = saved = timed = time.monotonic()
         first = timed_from = done.steps
         while done.planned is None or done.steps < done.planned:
@@ -122,36 +127,30 @@ class Training:
         self.say(f"{stage}: {done.steps} of {done.planned} steps")
         return done.planned is not None and done.steps >= done.planned
 
-    def losses(self, batch: Batch, rounding: Rounding | None, watch: bool = False) -> "Losses":
-        """Sparsity and zeros are 0 unless watched."""
+    def losses(self, batch: Batch, rounding: Rounding | None, watch: bool = False, sparsity: bool = False) -> "Losses":
+        """Sparsity and zeros are 0 unless watched, or fused; then sparsity is 0 unless wanted."""
         ids, targets, places = (
-            torch.from_numpy(t).to(self.device) for t in (batch.ids, batch.targets, batch.documents)
+            torch.from_numpy(t).to(self.device, non_blocking=True) for t in (batch.ids, batch.targets, batch.documents)
         )
+        nobody = torch.full_like(targets[:, :1], documents.NOT_SCORED)
+        after = torch.where(places[:, :-1] == places[:, 1:], targets[:, 1:], documents.NOT_SCORED)
+        after = torch.cat((after, nobody), dim=1)
         with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.half):
-            hidden, run = self.network(ids, places, rounding, watch, self._mix)
-            kept = targets != documents.NOT_SCORED
-            loss = cross_entropy(self.network.logits(hidden[kept], rounding), targets[kept])
+            hidden, run = self.network(ids, places, rounding, watch, self.fused, sparsity)
             states = self.network.draft(hidden, ids, run)
-            after = torch.where(places[:, :-1] == places[:, 1:], targets[:, 1:], documents.NOT_SCORED)
-            drafted = after != documents.NOT_SCORED
-            draft = cross_entropy(self.network.draft_logits(states[:, :-1][drafted], rounding), after[drafted])
+            loss, draft = self._loss(hidden, targets, rounding, False), self._loss(states, after, rounding, True)
         nothing = loss.new_zeros(())
-        sparsity = torch.stack(run.sparsity).mean() if run.sparsity else nothing
+        dense = torch.stack(run.sparsity).mean() if run.sparsity else nothing
         zeros = torch.stack(run.zeros).mean() if run.zeros else nothing
-        return Losses(loss, draft, run.loads, sparsity, zeros)
+        return Losses(loss, draft, run.loads, dense, zeros)
 
-    def _compiled(self) -> scan.Mix | None:
-        """Most of a step's operations are a Mamba layer's small ones; a failure costs speed only."""
-        began = time.monotonic()
-        try:
-            made = scan.compiled(self.network.sample(self.recipe.rows, self.recipe.tokens))
-        except Exception as error:  # whatever a compiler may raise
-            made, why = None, f"{type(error).__name__}: {str(error)[:300]}"
-        else:
-            why = "it gives something else"
-        took = f"{time.monotonic() - began:.0f} s"
-        self.say(f"compiled in {took}" if made else f"not compiled, training goes on without ({took}): {why}")
-        return made
+    def _loss(self, states: Tensor, targets: Tensor, rounding: Rounding | None, of_draft: bool) -> Tensor:
+        weight = self.network.lm_head.value(rounding)
+        weight = weight.detach() if of_draft else weight
+        if self.fused is not None and self.fused.head is not None:
+            return self.fused.head(states, weight, targets, self.fused.kind)
+        kept = targets != documents.NOT_SCORED
+        return cross_entropy(linear(states[kept], weight).float(), targets[kept])
 
     def save(self) -> None:
         whole = {
@@ -206,7 +205,7 @@ class Training:
         rate = self._rate(stage)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
-        found = self.losses(batch, rounding, watch=told or sparsity > 0)
+        found = self.losses(batch, rounding, told or sparsity > 0, sparsity > 0)
         self.optimiser.zero_grad(set_to_none=True)
         (found.model + recipe.draft_weight * found.draft + sparsity * found.sparsity).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.network.parameters(), recipe.clip)
