@@ -10,6 +10,7 @@ bits do not depend on how its prompt was cut or on what else was in the call.
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from services.engine.experts.trace import Recorder
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PagePool, pages_for
 from services.engine.spent import Spent
-from services.engine.state import State
+from services.engine.state import Pending, State
 from services.engine.vision.ids import FIRST
 from services.engine.weights import DenseWeights
 
@@ -45,17 +46,43 @@ class Segment:
 
     `rows`, each float32 [some, hidden], are embeddings of those ids that stand for a picture's places, in order.
     `sweep`: the ids belong to a piece of more than DECODED_TOKENS. The CPU has one path, and takes no notice.
+
+    `drafts` are guesses at the ids that come behind `ids`: there are logits after each of them, too, but the state is
+    as if they had not been fed, until `settle` says how many of them were right.
     """
 
     state: State
     ids: Sequence[int]
     rows: Sequence[Tensor] = ()
     sweep: bool = False
+    drafts: Sequence[int] = ()
+
+    @property
+    def all_ids(self) -> list[int]:
+        return [*self.ids, *self.drafts]
 
 
 LOOK_AHEAD = 2  # MoE layers for which a trace has guesses made before their own router has spoken
 
-Span = tuple[State, slice]  # a sequence and its rows in this call
+
+class Span(NamedTuple):
+    """A sequence and its rows in this call, of which the last are drafts."""
+
+    state: State
+    rows: slice
+    drafts: int = 0
+
+
+class Head(Protocol):
+    """What reads along, to draft: services/engine/mtp.py. Nothing that it does shows in what is said."""
+
+    def read(self, spans: Sequence[Span], embedded: Tensor, hidden: Tensor) -> None:
+        """A call's embeddings and states behind the final norm, both [rows, hidden], before its ids are the states'."""
+        ...
+
+    def follow(self, state: State, embedded: Tensor, hidden: Tensor) -> None:
+        """The same of ids that come next in `state`."""
+        ...
 
 
 class GaveWay(Exception):
@@ -75,7 +102,7 @@ class Model:
         self.norms = [dense.plain(f"layers.{layer}.norm.weight") for layer in range(len(config.layers))]
         self.mixers: list[Mamba | Attention | Moe] = []
         for layer, kind in enumerate(config.layers):
-            weights = LayerWeights(dense, layer)
+            weights = LayerWeights(dense, f"layers.{layer}")
             match kind:
                 case "mamba":
                     self.mixers.append(Mamba(weights, config, config.mamba_layers.index(layer)))
@@ -88,19 +115,35 @@ class Model:
             mixer.following = moe[mixer.index + 1 : mixer.index + 1 + LOOK_AHEAD]
         self.norm_f = dense.plain("norm_f.weight")
         self.lm_head = dense.linear("lm_head").dequantise()
+        self.head: Head | None = None
 
     def new_state(self, tokens: int) -> State:
         """A fresh state with pages of its own for so many tokens: for measurements, which share no pool."""
-        return State(self.config, PagePool(self.config, pages_for(tokens)))
+        return State(self.config, PagePool(self.config, pages_for(tokens), drafts=self.head is not None))
 
     def forward(self, segments: Sequence[Segment], give_way: Callable[[], bool] | None = None) -> Tensor:
-        """Feed each segment's ids to its state -> logits after the last of them, [len(segments), vocab].
+        """Feed each segment's ids to its state -> logits after the last of them, [len(segments), vocab]; where segments
+        have drafts, each has one more row for every draft, behind its first.
 
         Raises OutOfPagesError before anything has changed. Any later failure (a disk error) leaves the states
         half-way between two tokens: they are marked `spoiled` and can only be released. So does GaveWay, which is
         raised before the next layer once `give_way` says so.
         """
         return self._logits(_last(self._run(segments, give_way), segments))
+
+    @torch.inference_mode()
+    def settle(self, state: State, accepted: int) -> None:
+        """The first `accepted` drafts of the last call were right: the state is as if they had been among its ids. The
+        others never were."""
+        pending, state.pending = state.pending, None
+        if pending is None or not accepted:
+            return
+        for mixer in self.mixers:
+            if isinstance(mixer, Mamba):
+                mixer.replay(state, pending, accepted)
+        if self.head is not None:
+            self.head.follow(state, self.embeddings[pending.ids[:accepted]], pending.hidden[:accepted])
+        state.ids.extend(pending.ids[:accepted])
 
     def forward_all(self, segments: Sequence[Segment]) -> Tensor:
         """As `forward`, but logits after every id, [ids of all segments, vocab]: for perplexity and parity."""
@@ -136,22 +179,27 @@ class Model:
         assert all(segment.ids for segment in segments), "a segment has ids"
         assert len(set(map(id, states))) == len(states), "a sequence is in a call once"
         assert not any(state.spoiled for state in states), "a spoiled or released state cannot go on"
-        states[0].pool.require(sum(segment.state.pages_missing(len(segment.ids)) for segment in segments))
+        assert not any(state.pending for state in states), "drafts are settled before the next call"
+        states[0].pool.require(sum(segment.state.pages_missing(len(segment.all_ids)) for segment in segments))
         for segment in segments:
-            segment.state.reserve(len(segment.ids))
+            segment.state.reserve(len(segment.all_ids))
         try:
             spans, start = [], 0
             for segment in segments:
-                spans.append((segment.state, slice(start, start + len(segment.ids))))
-                start += len(segment.ids)
+                stop = start + len(segment.all_ids)
+                spans.append(Span(segment.state, slice(start, stop), len(segment.drafts)))
+                segment.state.pending = Pending(list(segment.drafts)) if segment.drafts else None
+                start = stop
             begun = time.perf_counter()
-            x = self._embedded(segments)
+            x = embedded = self._embedded(segments)
             for layer, (norm, mixer) in enumerate(zip(self.norms, self.mixers, strict=True)):
                 if stops:
                     self.spent.dense_s += time.perf_counter() - begun
                     yield layer / len(self.mixers)
                     begun = time.perf_counter()
                 x = x + mixer(rms_norm(x, norm, self.config.norm_eps), spans)
+            if self.head is not None:
+                self.head.read(spans, embedded, rms_norm(x, self.norm_f, self.config.norm_eps))
             self.spent.dense_s += time.perf_counter() - begun
         except BaseException:
             for state in states:
@@ -162,7 +210,7 @@ class Model:
         return x
 
     def _embedded(self, segments: Sequence[Segment]) -> Tensor:
-        ids = torch.tensor([id_ for segment in segments for id_ in segment.ids])
+        ids = torch.tensor([id_ for segment in segments for id_ in segment.all_ids])
         pictured = ids >= FIRST
         x = self.embeddings[ids.masked_fill(pictured, 0)]
         rows = [some for segment in segments for some in segment.rows]
@@ -180,22 +228,27 @@ class Model:
 
 
 def _last(hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
-    """Of each segment, the row of its last id."""
-    return hidden[torch.tensor([len(segment.ids) for segment in segments]).cumsum(0) - 1]
+    """Of each segment, the row of its last id, and those of its drafts."""
+    rows: list[int] = []
+    end = 0
+    for segment in segments:
+        end += len(segment.all_ids)
+        rows += range(end - len(segment.drafts) - 1, end)
+    return hidden[torch.tensor(rows)]
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The mixer's weights of one layer, by the names they have in it, as float32."""
+    """The mixer's weights of one layer, by the names they have in it, as float32. `layer` is its own name."""
 
     dense: DenseWeights
-    layer: int
+    layer: str
 
     def linear(self, name: str) -> Tensor:
-        return self.dense.linear(f"layers.{self.layer}.mixer.{name}").dequantise()
+        return self.dense.linear(f"{self.layer}.mixer.{name}").dequantise()
 
     def plain(self, name: str) -> Tensor:
-        return self.dense.plain(f"layers.{self.layer}.mixer.{name}")
+        return self.dense.plain(f"{self.layer}.mixer.{name}")
 
 
 class Mamba:
@@ -217,13 +270,28 @@ class Mamba:
         config = self.config
         sizes = [config.mamba_inner, config.conv_channels, config.mamba_heads]
         z, xbc, dt = torch.split(linear(x, self.in_proj), sizes, dim=1)
-        mixed = torch.cat([self._recur(state, xbc[rows], dt[rows]) for state, rows in spans])
+        mixed = torch.cat([self._recur(span, xbc[span.rows], dt[span.rows]) for span in spans])
         group = config.mamba_inner // config.mamba_groups
         return linear(gated_group_rms_norm(mixed, z, self.norm, group, config.norm_eps), self.out_proj)
 
-    def _recur(self, state: State, xbc: Tensor, dt: Tensor) -> Tensor:
+    def _recur(self, span: Span, xbc: Tensor, dt: Tensor) -> Tensor:
+        """Drafts run on a copy of this layer's state; their inputs are kept, so that they can run again."""
+        state, known = span.state, len(xbc) - span.drafts
+        conv, ssm = state.conv[self.index], state.ssm[self.index]
+        mixed = self._step(xbc[:known], dt[:known], conv, ssm)
+        if state.pending is None:
+            return mixed
+        state.pending.inputs.append((xbc[known:].clone(), dt[known:].clone()))
+        return torch.cat([mixed, self._step(xbc[known:], dt[known:], conv.clone(), ssm.clone())])
+
+    def replay(self, state: State, pending: Pending, count: int) -> None:
+        """The first drafts once more, for good: the same bits, as tokens give the same in any cut."""
+        xbc, dt = pending.inputs[self.index]
+        self._step(xbc[:count], dt[:count], state.conv[self.index], state.ssm[self.index])
+
+    def _step(self, xbc: Tensor, dt: Tensor, conv: Tensor, ssm: Tensor) -> Tensor:
         config = self.config
-        xbc = causal_conv(xbc, state.conv[self.index], self.conv_weight, self.conv_bias)
+        xbc = causal_conv(xbc, conv, self.conv_weight, self.conv_bias)
         bc_size = config.mamba_groups * config.mamba_state
         x, b, c = torch.split(xbc, [config.mamba_inner, bc_size, bc_size], dim=1)
         y = selective_scan(
@@ -234,7 +302,7 @@ class Mamba:
             self.a,
             self.d,
             self.dt_bias,
-            state.ssm[self.index],
+            ssm,
         )
         return y.flatten(1)
 
@@ -250,12 +318,14 @@ class Attention:
         self.v_proj = weights.linear("v_proj")
         self.o_proj = weights.linear("o_proj")
 
+    def split(self, x: Tensor, *projections: Tensor) -> list[Tensor]:
+        """Each [M, heads, head_dim]."""
+        return [linear(x, weight).view(len(x), -1, self.head_dim) for weight in projections]
+
     def __call__(self, x: Tensor, spans: Sequence[Span]) -> Tensor:
-        query, key, value = (
-            linear(x, weight).view(len(x), -1, self.head_dim) for weight in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query, key, value = self.split(x, self.q_proj, self.k_proj, self.v_proj)
         mixed = []
-        for state, rows in spans:
+        for state, rows, _ in spans:
             state.write_kv(self.index, key[rows], value[rows])
             keys, values = state.read_kv(self.index, state.tokens + len(key[rows]))
             mixed.append(attend(query[rows], keys, values, first=state.tokens))
@@ -289,7 +359,7 @@ class Moe:
 
     def __call__(self, x: Tensor, spans: Sequence[Span]) -> Tensor:
         ids, weights = self.route(x)
-        tokens = [rows.stop - rows.start for _, rows in spans]
+        tokens = [span.rows.stop - span.rows.start for span in spans]
         if self.trace is not None:
             self.trace.record(self.index, ids, weights, tokens)
         if self.experts.prefetching or self.trace is not None:

@@ -14,10 +14,11 @@ PAGE_TOKENS = 64
 
 
 class PagePool:
-    """`keys` and `values` are float32 [attention layers, pages, PAGE_TOKENS, kv_heads, head_dim]."""
+    """`keys` and `values` are float32 [attention layers, pages, PAGE_TOKENS, kv_heads, head_dim]; with `drafts` there
+    is one more layer, the multi-token-prediction block's."""
 
-    def __init__(self, config: ModelConfig, pages: int) -> None:
-        shape = (len(config.attention_layers), pages, PAGE_TOKENS, config.kv_heads, config.head_dim)
+    def __init__(self, config: ModelConfig, pages: int, drafts: bool = False) -> None:
+        shape = (len(config.attention_layers) + drafts, pages, PAGE_TOKENS, config.kv_heads, config.head_dim)
         self.keys = torch.zeros(shape)
         self.values = torch.zeros(shape)
         self._own(pages)
@@ -88,9 +89,9 @@ class PagePool:
         )
 
 
-def page_bytes(config: ModelConfig) -> int:
+def page_bytes(config: ModelConfig, drafts: bool = False) -> int:
     """Of one page: keys and values of PAGE_TOKENS tokens in all attention layers."""
-    return 2 * 4 * len(config.attention_layers) * PAGE_TOKENS * config.kv_heads * config.head_dim
+    return 2 * 4 * (len(config.attention_layers) + drafts) * PAGE_TOKENS * config.kv_heads * config.head_dim
 
 
 def pages_for(tokens: int) -> int:

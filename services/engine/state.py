@@ -5,6 +5,7 @@ rolled back: to go on from a place twice, `clone` it there. Used by the thread t
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -14,12 +15,36 @@ from services.engine.model_config import ModelConfig
 from services.engine.pages import PAGE_TOKENS, PagePool, pages_for
 
 
+@dataclass
+class Pending:
+    """Drafts that a call has tried: the state is still as before them. `inputs` of each Mamba layer are what its
+    recurrence reads of them: rows of x, B and C before the convolution, and of dt. `hidden` float32 [drafts, hidden]
+    are the network's last states, for those who read on in them."""
+
+    ids: list[int]
+    inputs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    hidden: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+@dataclass
+class Drafting:
+    """What the multi-token-prediction block remembers: its keys and values are those of tokens from `begin` on, in the
+    layer behind the model's own; `hidden` float32 [hidden] is the network's last state of the newest token. Payloads
+    hold nothing of it: behind a restored beginning the block begins anew."""
+
+    begin: int
+    hidden: Tensor
+
+
 class State:
     """A fresh state has consumed no id. All tensors are float32.
 
     conv [mamba layers, conv_channels, conv_kernel - 1]: the last inputs of each convolution, the newest last.
     ssm [mamba layers, mamba_heads, mamba_head_dim, mamba_state].
     """
+
+    pending: Pending | None = None
+    drafting: Drafting | None = None
 
     def __init__(self, config: ModelConfig, pool: PagePool) -> None:
         layers = len(config.mamba_layers)
@@ -74,15 +99,17 @@ class State:
             self.pages[last] = own
         self.pages += self.pool.allocate(max(0, pages_for(self.tokens + tokens) - len(self.pages)))
 
-    def write_kv(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Keys and values [M, kv_heads, head_dim] of the next M tokens of attention layer `layer`, into reserved room.
+    def write_kv(self, layer: int, key: Tensor, value: Tensor, skipped: int = 0) -> None:
+        """Keys and values [M, kv_heads, head_dim] of the next M tokens of attention layer `layer`, into reserved room,
+        behind `skipped` others.
 
         `ids` grows only when the whole step is done, so each layer writes at the same place.
         """
+        start = self.tokens + skipped
         for source, pool in ((key, self.pool.keys[layer]), (value, self.pool.values[layer])):
             done = 0
             while done < len(source):
-                page, offset = divmod(self.tokens + done, PAGE_TOKENS)
+                page, offset = divmod(start + done, PAGE_TOKENS)
                 count = min(PAGE_TOKENS - offset, len(source) - done)
                 pool[self.pages[page], offset : offset + count] = source[done : done + count]
                 done += count
@@ -134,10 +161,10 @@ class State:
     def read_block(self, start: int, stop: int, source: bytes | memoryview) -> None:
         """The same pieces together back, at once."""
         page, first = divmod(start, PAGE_TOKENS)
-        place = (slice(None), self.pages[page], slice(first, first + stop - start))
+        layers = len(self.config.attention_layers)
+        place = (slice(layers), self.pages[page], slice(first, first + stop - start))
         keys, values = self.pool.keys.numpy()[place], self.pool.values.numpy()[place]
-        layers, *shape = keys.shape
-        came = np.frombuffer(source, keys.dtype).reshape(layers, 2, *shape)
+        came = np.frombuffer(source, keys.dtype).reshape(layers, 2, *keys.shape[1:])
         np.copyto(keys, came[:, 0])
         np.copyto(values, came[:, 1])
 
@@ -146,11 +173,13 @@ class State:
         assert not self.spoiled
         self.ids = []
         self.block_names = []
+        self.pending = self.drafting = None
         self._clear()
 
     def clone(self) -> "State":
         """An independent copy. Pages are shared until one of the two writes into the last one."""
         assert not self.spoiled
+        assert self.pending is None, "drafts are settled before the state is copied"
         other = State.__new__(State)
         other.config, other.pool = self.config, self.pool
         other.ids = list(self.ids)
@@ -158,6 +187,7 @@ class State:
         other.pages = self.pages[: pages_for(self.tokens)]
         other.block_names = list(self.block_names)
         other.spoiled = other._released = False
+        other.drafting = replace(self.drafting) if self.drafting else None
         self.pool.share(other.pages)
         return other
 
