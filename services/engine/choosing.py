@@ -9,6 +9,8 @@ from torch import Tensor
 
 from kernels.sampling.cpu import Counts, logprobs, penalise, sample
 from kernels.sampling.penalties import shift
+from kernels.sampling.reference import LogitsError
+from services.engine.errors import GrammarError
 from services.engine.grammar import Matcher
 from services.engine.request import Request, Token
 from services.engine.vision.ids import FIRST
@@ -36,23 +38,27 @@ class Choosing:
     def next(self, logits: Tensor, position: int) -> Token:
         """logits float32 [V]; `position` is how many ids the state has read. Raises LogitsError and GrammarError."""
         request = self._request
-        id_ = self._forced()
-        if id_ is None:
-            id_ = sample(
-                self._adjusted(logits),
-                request.temperature,
-                request.top_p,
-                request.seed,
-                position,
-                request.top_k,
-                request.min_p,
-            )
+        id_ = self._draw(logits, position)
         self._chosen += 1
         self._answer.add(id_)
         self._follow(id_)
         if request.logprobs is None:
             return Token(id_)
         return Token(id_, *logprobs(logits, id_, request.logprobs))
+
+    def guess(self, logits: Tensor, position: int) -> int | None:
+        """What `next` would choose, if these were the logits: a draft. Nothing changes; None if nothing can be said."""
+        try:
+            return self._draw(logits, position)
+        except (LogitsError, GrammarError):
+            return None
+
+    def _draw(self, logits: Tensor, position: int) -> int:
+        forced, request = self._forced(), self._request
+        if forced is not None:
+            return forced
+        how = (request.temperature, request.top_p, request.seed, position, request.top_k, request.min_p)
+        return sample(self._adjusted(logits), *how)
 
     def _forced(self) -> int | None:
         thinking = self._request.thinking

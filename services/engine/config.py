@@ -12,6 +12,7 @@ from services.settings import SettingError, load, setting
 
 PREFIX = "THIMBLE_ENGINE_"
 PREFETCH = ("on", "off", "auto")
+SPECULATION = ("auto", "on", "off")
 DEVICES = ("auto", "cpu", "cuda")
 KV_FORMATS = ("bf16", "fp8")
 
@@ -60,6 +61,11 @@ class EngineConfig:
     prefill_chunk_tokens: int = setting(
         0, "tokens", "prompt tokens read at once, shared by the prompts that wait; 0: 64, on a GPU up to 2048"
     )
+    speculation: str = setting(
+        "auto",
+        "",
+        "two tokens in one step where a draft is right, the same words: on, off, or auto: as long as it pays",
+    )
     grammar_max_bytes: int = setting(262_144, "bytes", "largest schema or grammar that an answer may have to follow")
     grammar_timeout_s: float = setting(5.0, "s", "longest wait for a schema or grammar to be worked out")
 
@@ -85,7 +91,8 @@ class EngineConfig:
             value = getattr(self, name)
             if not low <= value <= high:  # also catches NaN
                 raise SettingError(f"{variable(name)}={value} is out of range: give a value from {low} to {high}")
-        for name, words in (("prefetch", PREFETCH), ("device", DEVICES), ("kv_format", KV_FORMATS)):
+        choices = {"prefetch": PREFETCH, "device": DEVICES, "kv_format": KV_FORMATS, "speculation": SPECULATION}
+        for name, words in choices.items():
             if getattr(self, name) not in words:
                 raise SettingError(f"{variable(name)}={getattr(self, name)!r} is none of {', '.join(words)}")
         for name in ("host", "metrics_host"):

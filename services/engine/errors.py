@@ -130,3 +130,11 @@ class StepError(EngineError):
 
 class StoppingError(EngineError):
     code = "engine_stopping"
+
+
+def as_engine_error(error: Exception) -> EngineError:
+    """What a client is told of an exception that no client can have caused."""
+    if isinstance(error, EngineError):
+        return error
+    said = f"{type(error).__name__}: {error}"
+    return StepError(f"the engine failed in this request ({said}): its log says more, ask again")

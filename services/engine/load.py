@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from kernels.build import BuildError
 from kernels.workers.pool import SPIN_US, native
 from services.engine.config import EngineConfig
+from services.engine.drafts import Copying, Predicting, Source
 from services.engine.errors import DeviceError, MemoryPlanError
 from services.engine.exchange import mark
 from services.engine.experts.copies import copies, folders_of
@@ -35,6 +36,7 @@ from services.engine.grammar import Grammars
 from services.engine.metrics import Metrics, owner
 from services.engine.model import Model
 from services.engine.model_config import ModelConfig
+from services.engine.mtp import DraftHead
 from services.engine.pages import PagePool
 from services.engine.plan import GB, Machine, Plan, make_plan
 from services.engine.request import Info
@@ -42,6 +44,7 @@ from services.engine.scheduler import Scheduler
 from services.engine.snapshots.hot import HotStates
 from services.engine.snapshots.memory import fresh
 from services.engine.snapshots.payload import PayloadFormat
+from services.engine.speculation import Speculation
 from services.engine.state import State
 from services.engine.vision.cache import PictureCache
 from services.engine.vision.device import DeviceTower
@@ -101,13 +104,15 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         workers=plan.workers,
         lock_memory=config.lock_memory,
         copies=copies(store, folders_of(config.copies)),
-        warm=_warm_set(config, store),
+        warm=_warm_set(config, store, "mtp" in plan.drafts),
         prefetch=config.prefetch,
         trace=trace,
         spin_us=AWAKE_US if on_gpu else SPIN_US,
+        drafts="mtp" in plan.drafts,
     )
     try:
         network: Model | DeviceModel
+        sources: list[Source] = [Copying()] if plan.drafts else []
         new_state: Callable[[ModelConfig, Any], State] = State
         if plan.device is not None:
             ranges.switch(config.nvtx)
@@ -121,7 +126,10 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
             pool: PagePool = device.pool
         else:
             network = Model(store.dense(), store.config, experts, trace)
-            pool = PagePool(store.config, plan.pages)
+            if (draft := store.draft()) is not None and "mtp" in plan.drafts:
+                network.head = head = DraftHead(network, draft, experts)
+                sources.append(Predicting(head.logits))
+            pool = PagePool(store.config, plan.pages, drafts="mtp" in plan.drafts)
             pool.most_spares = plan.sequences
         # What torch still computes is small, and its waiting threads would spin on the cores of the worker pool.
         torch.set_num_threads(1)
@@ -142,7 +150,12 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         chunk_tokens = config.prefill_chunk_tokens or CHUNK_TOKENS
         if plan.device is not None:  # one by one, a longer piece would hold up those that answer
             chunk_tokens = plan.device.chunk_tokens or ONE_BY_ONE_TOKENS
-        scheduler = Scheduler(network, pool, hot, metrics, plan.sequences, chunk_tokens, new_state)
+        speculation = None
+        if isinstance(network, Model) and sources:
+            speculation = Speculation(sources, network.settle, metrics, always=config.speculation == "on")
+        scheduler = Scheduler(
+            network, pool, hot, metrics, plan.sequences, chunk_tokens, new_state, speculation=speculation
+        )
         scheduler.in_turns = read is not None  # the card's memory for pictures is that of sweeps
         if isinstance(experts, HostExperts):
             experts.begin_warm()
@@ -205,8 +218,9 @@ def _card(on_gpu: bool) -> Callable[[], CardFigures] | None:
     return None if card is None else card.read
 
 
-def _warm_set(config: EngineConfig, store: Store) -> WarmSet | None:
+def _warm_set(config: EngineConfig, store: Store, drafts: bool) -> WarmSet | None:
     if config.warm_dir == OFF:
         return None
     folder = Path(config.warm_dir) if config.warm_dir else store.folder
-    return WarmSet(folder / NAME, store.fingerprint, sum(map(len, store.blocks)))
+    layers, name = (store.layers, f"mtp.{NAME}") if drafts else (store.blocks, NAME)  # others cannot read its blocks
+    return WarmSet(folder / name, store.fingerprint, sum(map(len, layers)))

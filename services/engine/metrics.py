@@ -27,6 +27,7 @@ from services.settings import SettingError
 PREFIX = "thimble_"
 PHASES = ("prefill", "decode")
 DEVICES = ("cpu", "gpu")
+DRAFTS = ("mtp", "ngram")  # kinds, as in drafts.py
 CARD_GAUGES = {
     "memory_total_bytes": "memory of the GPU",
     "temperature_celsius": "its temperature",
@@ -87,6 +88,9 @@ class Metrics:
         )
         self.idle_put_off = counter("idle_put_off", "times that such reading gave way to a request")
         self.generation_tokens = counter("generation_tokens", "tokens sampled")
+        self.drafted = counters("spec_decode_num_draft_tokens", "drafts that were tried, by kind", kind=DRAFTS)
+        self.accepted = counters("spec_decode_num_accepted_tokens", "of them, those that were right", kind=DRAFTS)
+        self.draft_gain = gauge("speculation_gain", "speed with drafts over that without, as measured", kind=DRAFTS)
         self.cache_queries = counter("prefix_cache_queries", "prompt tokens of the requests that got a place")
         self.cache_hits = counter("prefix_cache_hits", "of them, tokens that came from a restored state")
         self.success = counters(

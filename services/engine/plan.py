@@ -19,7 +19,7 @@ from services.engine.state import state_bytes
 from services.engine.vision.pieces import Pieces
 from services.engine.vision.ring import ring_bytes
 from services.engine.vision.sight import reading_bytes
-from services.engine.weights import dense_tensors
+from services.engine.weights import Expected, dense_tensors, draft_tensors
 
 GB = 1_000_000_000
 MIB = 1 << 20
@@ -69,6 +69,8 @@ class Plan:
     available_bytes: int
     device: DevicePlan | None  # what runs on a card, if it does
     vision_resident: bool = False  # the tower's weights stay in RAM, page-locked for the card
+    drafts: tuple[str, ...] = ()  # kinds that may be tried, as in drafts.py
+    speculation: str = ""  # and what is to be said of them
 
     @property
     def rows(self) -> list[tuple[str, int]]:
@@ -79,7 +81,8 @@ class Plan:
         readers = f"{self.readers} readers" if self.readers else "as many readers as measure best"
         head = f"{self.workers} workers, {readers}, context of {self.context_tokens} tokens; RAM:"
         lines = [head, *(f"  {size / GB:9.3f} GB  {name}" for name, size in self.rows)]
-        return "\n".join([*lines, *([str(self.device)] if self.device else [])])
+        lines += [str(self.device)] if self.device else []
+        return "\n".join([*lines, f"speculation: {self.speculation}"])
 
 
 def make_plan(config: EngineConfig, store: Store, machine: Machine, card_free_bytes: int | None = None) -> Plan:
@@ -88,16 +91,19 @@ def make_plan(config: EngineConfig, store: Store, machine: Machine, card_free_by
     model = store.config
     device = None if card_free_bytes is None else plan_device(config, store, card_free_bytes)
     sequences = device.sequences if device else config.max_sequences or SEQUENCES
+    drafts, speculation = _drafts(config, store, device is not None)
+    heads = "mtp" in drafts
     context_tokens, pages = (
-        (device.context_tokens, device.pages) if device else _context_and_pages(config, model, sequences)
+        (device.context_tokens, device.pages) if device else _context_and_pages(config, model, sequences, heads)
     )
     hot_bytes = int(config.hot_states_gb * GB)
     kv_page_bytes = ledger.page_bytes(model, device.kv) if device else page_bytes(model)
     # Enough that an answer's snapshots reach their store whatever is kept: two states and half of all keys and values.
     transit_bytes = max(hot_bytes, 2 * (state_bytes(model) + MIB) + pages * kv_page_bytes // 2)
     on_the_cpu = (
-        ("dense weights, float32", dense_bytes(model)),
-        (f"KV, {pages} pages of {PAGE_TOKENS} tokens", pages * page_bytes(model)),
+        ("dense weights, float32", dense_bytes(dense_tensors(model))),
+        (f"KV, {pages} pages of {PAGE_TOKENS} tokens", pages * page_bytes(model, heads)),
+        *([("multi-token-prediction block, float32", dense_bytes(draft_tensors(model)))] if heads else []),
         (f"states of {sequences} sequences", sequences * state_bytes(model)),
     )
     rest = (
@@ -109,7 +115,8 @@ def make_plan(config: EngineConfig, store: Store, machine: Machine, card_free_by
     pinned_bytes = machine.pinned_bytes
     if pinned_bytes is not None:
         pinned_bytes -= sum(size for name, size in rest if name == VISION_RING)
-    slots, blocks = _slots(config, store, room_bytes, pinned_bytes), sum(map(len, store.blocks))
+    blocks = sum(map(len, store.layers if heads else store.blocks))
+    slots = _slots(config, store, blocks, room_bytes, pinned_bytes)
     experts = (f"experts, {slots} of {blocks} blocks", slots * store.layout.block_bytes)
     resident_bytes = _resident_bytes(store, device, machine, experts[1] if slots == blocks else None, room_bytes)
     if resident_bytes:
@@ -128,6 +135,8 @@ def make_plan(config: EngineConfig, store: Store, machine: Machine, card_free_by
         available_bytes=machine.available_bytes,
         device=device,
         vision_resident=resident_bytes > 0,
+        drafts=drafts,
+        speculation=speculation,
     )
     if experts[1] > room_bytes:
         names = ", ".join(variable(name) for name in ("expert_cache_gb", "kv_gb", "hot_states_gb", "max_sequences"))
@@ -159,18 +168,32 @@ def _resident_bytes(
     return more_bytes if experts_bytes + 2 * more_bytes <= room_bytes else 0
 
 
-def dense_bytes(model: ModelConfig) -> int:
-    """Of every tensor but the routed experts, as float32: what the CPU engine keeps."""
-    expected = dense_tensors(model)
+def _drafts(config: EngineConfig, store: Store, on_device: bool) -> tuple[tuple[str, ...], str]:
+    """Kinds of drafts, and what to say of them."""
+    if config.speculation == "off":
+        return (), "off"
+    if on_device:
+        return (), "off: not on a GPU yet"
+    if config.trace:
+        return (), "off: a trace is of routing without drafts"
+    kinds = ("ngram",) if store.draft_file is None else ("ngram", "mtp")
+    head = "the store has no multi-token-prediction block" if store.draft_file is None else "the model's own"
+    when = "always" if config.speculation == "on" else "as long as they pay"
+    return kinds, f"{config.speculation}: drafts are tried {when}: copies of what was read or said; {head}"
+
+
+def dense_bytes(expected: Expected) -> int:
+    """Of tensors that are no routed experts, as float32: what the CPU engine keeps."""
     return 4 * sum(math.prod(shape) for part in (expected.linears, expected.plain) for shape in part.values())
 
 
-def _context_and_pages(config: EngineConfig, model: ModelConfig, sequences: int) -> tuple[int, int]:
+def _context_and_pages(config: EngineConfig, model: ModelConfig, sequences: int, heads: bool) -> tuple[int, int]:
     """Prompt and answer of one request must fit the pages; more pages than all sequences can use are not taken."""
-    pages = int(config.kv_gb * GB / max(1, page_bytes(model)))
+    one_bytes = page_bytes(model, heads)
+    pages = int(config.kv_gb * GB / max(1, one_bytes))
     held_tokens = pages * PAGE_TOKENS
     if config.context_tokens > held_tokens or not pages:
-        needed_gb = pages_for(config.context_tokens or 1) * page_bytes(model) / GB
+        needed_gb = pages_for(config.context_tokens or 1) * one_bytes / GB
         raise MemoryPlanError(
             f"{variable('kv_gb')}={config.kv_gb} holds {held_tokens} tokens, a context of {config.context_tokens or 1} "
             f"needs {needed_gb:.3f}: raise it or lower {variable('context_tokens')}"
@@ -179,9 +202,9 @@ def _context_and_pages(config: EngineConfig, model: ModelConfig, sequences: int)
     return context_tokens, min(pages, sequences * pages_for(context_tokens))
 
 
-def _slots(config: EngineConfig, store: Store, room_bytes: int, pinned_bytes: int | None) -> int:
+def _slots(config: EngineConfig, store: Store, blocks: int, room_bytes: int, pinned_bytes: int | None) -> int:
     """At most one for every block, at least what one token needs of one layer."""
-    blocks, block_bytes, least = sum(map(len, store.blocks)), store.layout.block_bytes, store.config.experts_per_token
+    block_bytes, least = store.layout.block_bytes, store.config.experts_per_token
     if not config.expert_slots and not config.expert_cache_gb:
         bytes_ = max(room_bytes // 2, room_bytes - int(config.memory_margin_gb * GB))
         return min(blocks, max(least, min(bytes_, bytes_ if pinned_bytes is None else pinned_bytes) // block_bytes))

@@ -1,10 +1,10 @@
 """Who runs next: continuous batching of a few sequences. Owns the queue, the places and the pages of what runs.
 
-A step is one token for every sequence that is answering, then a slice of reading: prompts share a chunk, and what reads
-it stops as soon as others have waited long enough. Users take turns at the places and share the reading; prompts of low
-priority wait until nothing else runs. A place comes with all the pages that its request can need, so nothing that runs
-ever waits for memory. Idle work begins when there is nothing else to do, and is put off when something comes. Used by
-the engine's thread only; nothing here waits for anything but the model.
+A step is a token for every sequence that is answering, or two (speculation.py), then a slice of reading: prompts share
+a chunk, and what reads it stops as soon as others have waited long enough. Users take turns at the places and share the
+reading; prompts of low priority wait until nothing else runs. A place comes with all the pages that its request can
+need, so nothing that runs ever waits for memory. Idle work begins when there is nothing else to do, and is put off when
+something comes. Used by the engine's thread only; nothing here waits for anything but the model.
 """
 
 import logging
@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import Tensor
 
-from services.engine.errors import CancelledError, DeviceError, EngineError, StepError
+from services.engine.errors import CancelledError, DeviceError, EngineError, as_engine_error
 from services.engine.exchange import Lent
 from services.engine.metrics import Metrics
-from services.engine.model import GaveWay, Segment
+from services.engine.model import GaveWay
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PagePool, pages_for
 from services.engine.reading import SLICE_S, Network, Reading
@@ -29,6 +29,7 @@ from services.engine.sequence import Sequence
 from services.engine.snapshots.arriving import Arriving
 from services.engine.snapshots.hot import HotStates
 from services.engine.snapshots.owing import owe, owe_in_passing
+from services.engine.speculation import Speculation
 from services.engine.state import State
 from services.engine.turns import Turns
 
@@ -49,9 +50,11 @@ class Scheduler:
         chunk_tokens: int,
         new_state: Callable[[ModelConfig, Any], State] = State,
         slice_s: float = SLICE_S,
+        speculation: Speculation | None = None,
     ) -> None:
         self.model, self.pool, self.hot, self.metrics = model, pool, hot, metrics
         self.places, self.chunk_tokens, self.new_state, self.slice_s = places, chunk_tokens, new_state, slice_s
+        self.speculation = speculation or Speculation()
         self.waiting: deque[Sequence] = deque()
         self.restoring: list[Sequence] = []  # have a place, wait for their client's payload
         self.reading: deque[Sequence] = deque()  # who has waited longest comes first
@@ -113,7 +116,7 @@ class Scheduler:
         except Exception as error:
             log.exception("failed: requests %s", [sequence.request.request_id[:64] for sequence in sequences])
             for sequence in sequences:
-                self.drop(sequence, _as_engine_error(error))
+                self.drop(sequence, as_engine_error(error))
             if isinstance(error, DeviceError):
                 raise  # nothing else can run either
 
@@ -256,13 +259,12 @@ class Scheduler:
         sequence.sink(restore)
 
     def _decode(self, batch: list[Sequence]) -> None:
-        segments = [Segment(sequence.state, [sequence.last_id]) for sequence in batch if sequence.state is not None]
         with self.metrics.forward("decode"):
-            logits = self.model.forward(segments, lambda: all(sequence.unwanted for sequence in batch))
+            fed = self.speculation.forward(self.model, batch, lambda: all(sequence.unwanted for sequence in batch))
         begin = time.perf_counter()
-        for sequence, row in zip(batch, logits, strict=True):
+        for sequence, segment, logits in fed:
             with self.at_the_cost_of(sequence):
-                self._sample(sequence, row)
+                self.speculation.take(sequence, segment, logits, self._sample)
         self.metrics.token_time.took("sampling", time.perf_counter() - begin)
         self.metrics.token_time.end()
 
@@ -391,10 +393,3 @@ class Scheduler:
 
 def _urgent(sequence: Sequence) -> bool:
     return not sequence.request.low_priority
-
-
-def _as_engine_error(error: Exception) -> EngineError:
-    if isinstance(error, EngineError):
-        return error
-    said = f"{type(error).__name__}: {error}"
-    return StepError(f"the engine failed in this request ({said}): its log says more, ask again")

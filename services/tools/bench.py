@@ -20,6 +20,7 @@ BENCHMARKS = {
     "sampling": ("services.tools.bench_sampling", "from logits to an id, beside the definition"),
     "decode": ("services.tools.bench_decode", "whole tokens on GPU and CPU: the published method, ours, and the floor"),
     "snapshots": ("services.tools.bench_snapshots", "a dialog's state from Redis and from memory, beside a raw read"),
+    "speculation": ("services.tools.bench_speculation", "answers with and without drafts, on the processor"),
     "scan": ("services.tools.bench_scan", "the Mamba scan of a prompt on the GPU, token by token and by chunks"),
     "prefill": ("services.tools.bench_prefill", "prompts on the GPU, by length and by the share of experts in RAM"),
     "decode-disk": ("services.tools.bench_decode_disk", "whole tokens while a part of the experts is on a drive"),

@@ -83,7 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = EngineConfig(store=args.store, device="cpu", warm_dir="-", hot_states_gb=0.01, workers=1)
+    config = EngineConfig(
+        store=args.store, device="cpu", warm_dir="-", hot_states_gb=0.01, workers=1, speculation="off"
+    )
     parts = load(config, CollectorRegistry(), lambda text: None)
     try:
         scheduler: Any = parts.scheduler

@@ -18,6 +18,7 @@ from services.engine.gpu import ledger as vram
 from services.engine.gpu.plan import CHUNKS
 from services.engine.model_config import ModelConfig
 from services.tools import figures, measure
+from services.tools.draft_forecast import ACCEPTED, REPEATED, block_bytes, two_tokens
 from services.tools.forecast import decode, first_token, hit_rate, upgrades
 from services.tools.hardware import CARDS, Box, Card, box
 from services.tools.predict import GB, Method, Rates, Shape, Token
@@ -93,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"\nA token, {100 * hits:.1f} % of the experts found in RAM (a replay of made-up routing)")
     tokens = [(corner, decode(shape, corner, Method.SPLIT, hits)) for corner in corners]
     for line in token_table(tokens):
+        print(line)
+    for line in draft_lines(shape, corners[0], hits, block_bytes(config, dense)):
         print(line)
     share = ram.cache_gb * GB / (shape.blocks * shape.block_bytes)
     for line in first_token_table(shape, corners, share, asked.chunk_tokens, tokens[0][1]):
@@ -207,6 +210,22 @@ def token_table(tokens: list[tuple[Box, Token]]) -> Iterator[str]:
             + "".join(f"{part:18.2f}" for part in parts)
             + f"{token.total_ms:11.1f}{token.tok_s:8.1f}"
         )
+
+
+def draft_lines(shape: Shape, machine: Box, hits: float, draft_bytes: int) -> Iterator[str]:
+    """On the slowest of the machines."""
+    own, copied = two_tokens(shape, machine, hits, draft_bytes), two_tokens(shape, machine, hits, 0)
+    yield (
+        f"\nTwo tokens in a step, if {100 * REPEATED:.0f} % of a layer's experts come again: {own.two_ms:.1f} ms, "
+        f"a draft of the model's own {own.draft_ms:.1f} ms (not on a GPU yet)"
+    )
+    for accepted in ACCEPTED:
+        gain = f"{own.gain(accepted):.2f} times as fast"
+        yield f"  {100 * accepted:.0f} % of drafts right: {own.tok_s(accepted):.1f} tok/s, {gain}"
+    yield (
+        f"  it pays from {100 * own.break_even:.0f} % on; copies of what was read, which cost nothing, from "
+        f"{100 * copied.break_even:.0f} %"
+    )
 
 
 def first_token_table(shape: Shape, corners: list[Box], share: float, chunk: int, slowest: Token) -> Iterator[str]:

@@ -170,7 +170,7 @@ def test_the_parts_of_a_tokens_time_add_up(demo_store: Store) -> None:
     def seconds() -> dict[str, float]:
         return {part: engine.value("token_time_seconds_total", part=part) for part in PARTS}
 
-    with demo(demo_store, expert_slots=64) as engine:
+    with demo(demo_store, expert_slots=64, speculation="off") as engine:
         rests = []
         for _ in range(8):  # other work on this machine may come between any two clocks
             before = seconds()

@@ -13,6 +13,7 @@ from services.engine.model import Model
 from services.engine.pages import PAGE_TOKENS, PagePool
 from services.engine.plan import GB, Machine, dense_bytes, make_plan
 from services.engine.state import State
+from services.engine.weights import dense_tensors
 from services.tools import small_checkpoint, synthetic_vision
 from services.tools.repack import repack
 
@@ -82,7 +83,9 @@ def test_the_ledger_is_what_is_taken(demo_store: Store) -> None:
     plan = planned(demo_store, expert_slots=44, max_sequences=3)
     model = Model(demo_store.dense(), demo_store.config, experts=None)  # type: ignore[arg-type]
     tensors = {id(t): t for t in walk(model)}
-    assert sum(t.nbytes for t in tensors.values()) == pytest.approx(dense_bytes(demo_store.config), rel=0.001)
+    assert sum(t.nbytes for t in tensors.values()) == pytest.approx(
+        dense_bytes(dense_tensors(demo_store.config)), rel=0.001
+    )
     sizes = dict(plan.ledger)
     pool = PagePool(demo_store.config, plan.pages)
     assert sizes[f"KV, {plan.pages} pages of {PAGE_TOKENS} tokens"] == pool.size_bytes
