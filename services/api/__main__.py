@@ -13,7 +13,7 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from services.api import logs
+from services.api import logs, malloc
 from services.api.app import build_app
 from services.api.config import EMBEDDED, SECRET, ApiConfig, read_config
 from services.api.connections import connection_options
@@ -34,6 +34,7 @@ class Server(uvicorn.Server):
 
 def main() -> int:
     """The exit status: 0 stopped, 1 could not start, 2 a setting is wrong."""
+    malloc.give_back()
     try:
         config = read_config(os.environ)
         logs.set_up(config.log_level)
