@@ -114,7 +114,8 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
             guesses = config.prefetch != "off" and plan.slots < plan.blocks
             sizes = Sizes(
                 plan.sequences, plan.context_tokens, plan.pages, plan.device.chunk_tokens, plan.device.kv,
-                guesses=guesses, vision_bytes=plan.device.ledger.wanted.vision_bytes,
+                guesses=guesses, kept_blocks=plan.device.ledger.wanted.kept_blocks,
+                vision_bytes=plan.device.ledger.wanted.vision_bytes,
             )  # fmt: skip
             device = open_device(store, experts, sizes, say)
             network, new_state = device.model, DeviceState

@@ -137,6 +137,20 @@ def test_a_refusal_says_what_to_change(wanted: Wanted, budget_mib: int, remedies
     assert not missing, message
 
 
+def test_experts_that_stay_on_the_card_are_counted_and_can_be_left_out(demo_store: Store) -> None:
+    wanted = Wanted(context_tokens=4096)
+    kept = replace(wanted, kept_blocks=1000)
+    more_bytes = ledger(SUPER, DENSE, kept).total_bytes - ledger(SUPER, DENSE, wanted).total_bytes
+    assert more_bytes == 1000 * SUPER.block.block_bytes
+    with pytest.raises(MemoryPlanError, match="keep fewer experts on the card"):
+        require(SUPER, DENSE, kept, CARD_MIB * MIB)
+    assert require(SUPER, DENSE, kept, 12288 * MIB)
+    blocks = sum(map(len, demo_store.blocks))
+    for asked_gb, expected in ((0.0, 0), (0.001, int(1e6 / demo_store.layout.block_bytes)), (100.0, blocks)):
+        plan = plan_device(EngineConfig(vram_experts_gb=asked_gb), demo_store, free_bytes=16311 * MIB)
+        assert plan.ledger.wanted.kept_blocks == expected
+
+
 def test_more_sequences_than_a_step_takes_have_a_state_but_no_graph() -> None:
     four, nine = (dict(ledger(SUPER, DENSE, Wanted(sequences, 64)).lines) for sequences in (4, 9))
     same = [name for name in four if "batch sizes" in name or name.startswith(("activations", "logits"))]

@@ -82,6 +82,8 @@ class Cache {
   Found demand(Key, Why, bool alone, Waiter*, int tag, Lease*);
   void demands_made();
   void release(const Lease&);
+  // Leases a block for who only looks at it: neither hit nor miss. False if it is not there.
+  bool lease_if_ready(Key, Lease*);
   // No lease is out but a partner's; nothing demanded is on its way. The step waited for the disk that long.
   void end_step(int64_t waited_ns);
 

@@ -22,7 +22,7 @@ from kernels.workers.pool import SPIN_US, Workers, use_threads
 from services.engine.errors import DiskError, MemoryPlanError, StepError, StoreError
 from services.engine.experts.store import Store
 from services.engine.experts.trace import Recorder
-from services.engine.experts.warm import WarmSet
+from services.engine.experts.warm import Keys, Warm, WarmSet
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,8 @@ class Experts(Protocol):
 class HostExperts:
     """Through the C++ library: readers fill slots with O_DIRECT, the worker pool computes where the bytes lie.
 
-    `host` is for a GPU that shares the work; `closing` is called before it is closed.
+    `host` is for a GPU that shares the work; `closing` is called before it is closed. `on_card` says which blocks that
+    GPU has in its own memory, the coldest first, until the end.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class HostExperts:
             )
         except HostError as error:
             raise MemoryPlanError(f"a cache of {slots} experts cannot be had: {error}") from error
+        self.on_card: Callable[[], Keys] = lambda: np.empty(0, np.int32)
         self._tell()
         self._warm = warm
         self._trace = trace
@@ -136,8 +138,12 @@ class HostExperts:
     def begin_warm(self) -> None:
         """Start reading what was in RAM before, and keep what is from now on. Slots can be given up until then."""
         if self._warm is not None:
-            self.host.warm(self._warm.load())
-            self._warm.keep(self.host.resident)
+            known = self._warm.load()
+            heat = self.host.heat()
+            heat[: len(known.heat)] = known.heat
+            self.host.set_heat(heat)
+            self.host.warm(known.keys)
+            self._warm.keep(self._held)
 
     def step(self, layer: int, ids: Tensor, weights: Tensor, x: Tensor) -> Tensor:
         try:
@@ -180,8 +186,14 @@ class HostExperts:
             self._trace.close()
         if self._warm is not None:
             self._warm.close()
-            self._warm.save(self.host.resident())
+            self._warm.save(self._held())
         self.host.close()
+
+    def _held(self) -> Warm:
+        """A card's own blocks are the hottest, and come back to it by way of RAM."""
+        own = self.on_card()
+        resident = self.host.resident()
+        return Warm(np.concatenate([resident[~np.isin(resident, own)], own]), self.host.heat())
 
     def _tell(self) -> None:
         for notice in self.host.notices():

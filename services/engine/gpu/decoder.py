@@ -70,7 +70,7 @@ class Decoder:
     ) -> None:
         assert 1 <= rows <= MOST_SEQUENCES
         config = weights.config
-        self.weights, self.rows, self.layers = weights, rows, len(config.moe_layers)
+        self.weights, self.rows, self.layers, self.vram = weights, rows, len(config.moe_layers), slots.vram
         top_k = config.experts_per_token
         items = min(rows * top_k, max(MOST_ITEMS, placement.share or 0))
         step = ExpertStep(
@@ -136,6 +136,8 @@ class Decoder:
         self.spent.served(before, self._times, filled - begun, time.perf_counter() - filled)
         self._tokens += 1
         self._last_waits_ns += int(self.turns.waited)
+        if self.vram is not None:
+            self.vram.improve()
         return self.token.host_logits
 
     def counts(self) -> DeviceCounts:

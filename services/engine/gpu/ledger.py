@@ -57,8 +57,8 @@ class Wanted:
     is each one's longest prompt and answer.
 
     `pages` of KV for all sequences, 0: enough for each. `staging_blocks`: expert blocks copied to the card at once;
-    `chunk_tokens`: of prompts, that are read together, layer by layer; `vision_bytes`: what pictures are read with. 0:
-    not used.
+    `kept_blocks`: those that stay there; `chunk_tokens`: of prompts, that are read together, layer by layer;
+    `vision_bytes`: what pictures are read with. 0: not used.
     """
 
     sequences: int = 1
@@ -66,6 +66,7 @@ class Wanted:
     kv: Kv = "bf16"
     pages: int = 0
     staging_blocks: int = 0
+    kept_blocks: int = 0
     chunk_tokens: int = 0
     vision_bytes: int = 0
 
@@ -119,6 +120,7 @@ def ledger(config: ModelConfig, dense: Layout, wanted: Wanted) -> Ledger:
             (len(batches) - 1) * GRAPH_BYTES,
         ),
         (f"staging, {wanted.staging_blocks} expert blocks", wanted.staging_blocks * layout.block_bytes),
+        (f"experts, {wanted.kept_blocks} blocks that stay there", wanted.kept_blocks * layout.block_bytes),
         (f"reading {wanted.chunk_tokens} tokens of prompts at once", sweep_bytes(config, wanted.chunk_tokens, tokens)),
         (
             "vision ring and activations, beyond what reading prompts has in turns with them",
@@ -148,6 +150,9 @@ def remedies(config: ModelConfig, dense: Layout, wanted: Wanted, budget_bytes: i
     fp8 = replace(wanted, kv="fp8")
     if wanted.kv != "fp8" and ledger(config, dense, fp8).total_bytes <= budget_bytes:
         found.append("keep keys and values in FP8")
+    fewer_kept = replace(wanted, kept_blocks=0)
+    if wanted.kept_blocks and ledger(config, dense, fewer_kept).total_bytes <= budget_bytes:
+        found.append("keep fewer experts on the card (THIMBLE_ENGINE_VRAM_EXPERTS_GB)")
     shortest = longest_context(config, dense, wanted, budget_bytes)
     if shortest:
         found.append(f"lower the context to {shortest} tokens")

@@ -33,7 +33,8 @@ AWAKE_US = 2000  # workers stay awake between the layers of a token
 @dataclass(frozen=True)
 class Sizes:
     """`pages` of KV for all sequences; `chunk_tokens` of prompts are read at once; `share` of a layer's experts for the
-    GPU, None: found while running; `guesses`: the next layer's experts are guessed and prefetched."""
+    GPU, None: found while running; `guesses`: the next layer's experts are guessed and prefetched; `kept_blocks` of
+    experts stay in the card's memory."""
 
     sequences: int
     context_tokens: int
@@ -42,6 +43,7 @@ class Sizes:
     kv: Kv = "bf16"
     share: int | None = None
     guesses: bool = True
+    kept_blocks: int = 0
     vision_bytes: int = 0  # what pictures are read with, in the model's `memory`
 
 
@@ -77,6 +79,10 @@ def open_device(store: Store, experts: Experts, sizes: Sizes, say: Callable[[str
         weights = DeviceWeights.load(store.dense(), store.config, device, _Reporter(store, say))
         say(f"{weights.size_bytes / 1e9:.3f} GB of dense weights are on the GPU")
         pool = DevicePool(store.config, device, places=sizes.sequences, pages=sizes.pages, kv=sizes.kv)
+        if sizes.kept_blocks:
+            shared.keep_in_vram(sizes.kept_blocks, device)
+            assert shared.vram is not None
+            experts.on_card = shared.vram.held
         model = DeviceModel(
             weights,
             pool,
