@@ -88,7 +88,8 @@ class Cache {
   void end_step(int64_t waited_ns);
 
   // A feed of one layer's blocks begins (feed.h); no other is open. At most `ahead` blocks are leased to it at once, fewer if
-  // slots are few. False, and nothing is begun, if there is no slot for it beside a step's.
+  // slots are few. False, and nothing is begun, if there is no slot for it beside a step's. counts null: it is guessed, until a
+  // second call.
   bool begin_feed(int layer, const int32_t* counts, int64_t tokens, int ahead);
   // Up to `most` blocks, at least one, as soon as there is one. 0: none is left, or some must be given back before another
   // can come (feed_over() says which). -1: one could not be had, *error says which.
