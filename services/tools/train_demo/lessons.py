@@ -1,4 +1,4 @@
-"""Chats that are made up: reading, remembering, repeating, lists, and what the lesson_*.py beside this make.
+"""Chats that are made up: reading, remembering, repeating, lists, and what lesson_sums.py and lesson_tools.py make.
 
 The corpus has no tool calls, no thinking and few names. Owns what is said and how often; how it is rendered is the chat
 template's.
@@ -7,7 +7,7 @@ template's.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from services.tools.train_demo import lesson_pictures, lesson_sums, lesson_tools
+from services.tools.train_demo import lesson_sums, lesson_tools
 from services.tools.train_demo.lesson_slots import WORDS, Found, Slots
 
 Chat = dict[str, Any]  # {"messages": [...], "tools": [...]}
@@ -35,7 +35,6 @@ class Lessons:
             (0.8, self.capitals),
             (1, self.lists),
             (1, self.tools_unneeded),
-            (2, lambda: lesson_pictures.told(self.random)),
         ]
 
     def chat(self) -> Chat:
