@@ -93,7 +93,7 @@ def test_a_sweep_names_its_layers_and_none_spans_a_place_where_others_run(
     experts.feed, experts.products = Anything(), Anything()  # type: ignore[assignment]
     groups = iter([Group(1, 1, [Pass(0, 1, 1)]), Group(1, 1, [Pass(1, 1, 1)]), None])
     experts.ring = Anything()  # type: ignore[assignment]
-    experts.ring.next = lambda counts, stream: next(groups)  # type: ignore[method-assign]
+    experts.ring.next = lambda counts, stream: next(groups)  # type: ignore[assignment, method-assign]
     order = SimpleNamespace(starts=torch.tensor([0, 1, 2]))
     monkeypatch.setattr("kernels.experts.prefill.order", lambda ids, count: order)
     monkeypatch.setattr("kernels.experts.prefill.combine", lambda *words: None)

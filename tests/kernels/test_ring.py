@@ -113,7 +113,7 @@ def test_a_group_with_many_lookups_is_computed_in_passes(host: Host, blocks: Blo
     reader, counts = Reader(host, blocks, most_rows=4), naming(ALL, 0)
     counts[[2, 3, 5]] = 3, 10, 1
     reader.feed.begin(LAYER, counts, TOKENS)
-    found = {}
+    found: dict[int, tuple[int, int]] = {}  # place and lookups so far
     while (group := reader.ring.next(counts, 0)) is not None:
         for items, (_, _, most_rows) in zip(reader.items(group), group.passes, strict=True):
             assert sum(lookups for *_, lookups in items) <= 4
