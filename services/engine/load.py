@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from kernels.build import BuildError
+from kernels.experts.host.drives import Drive
 from kernels.workers.pool import SPIN_US, native
 from services.engine.config import EngineConfig
 from services.engine.errors import DeviceError, MemoryPlanError
@@ -67,8 +68,14 @@ class Parts:
     exchange_dir: Path | None
 
 
-def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str], None]) -> Parts:
-    """Raises StoreError or MemoryPlanError, if it can before anything large is read. `say` gets lines for the log."""
+def load(
+    config: EngineConfig,
+    registry: CollectorRegistry,
+    say: Callable[[str], None],
+    drives: Sequence[Drive] | None = None,
+) -> Parts:
+    """Raises StoreError or MemoryPlanError, if it can before anything large is read. `say` gets lines for the log.
+    `drives`: what stands for the disks in a benchmark."""
     begin = time.perf_counter()
     store = Store.open(config.store)
     on_gpu = _on_gpu(config, say)
@@ -104,6 +111,7 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         warm=_warm_set(config, store),
         prefetch=config.prefetch,
         trace=trace,
+        drives=drives,
         spin_us=AWAKE_US if on_gpu else SPIN_US,
     )
     try:

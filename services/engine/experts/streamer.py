@@ -5,7 +5,7 @@
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from kernels.block import Bytes
 from kernels.build import BuildError
 from kernels.experts import reference
 from kernels.experts.host.binding import BlockError, Catalog, Copy, Host, HostError, open_drives, read_rate
-from kernels.experts.host.drives import choose_depth
+from kernels.experts.host.drives import Drive, choose_depth
 from kernels.experts.host.replay import SHIPPED
 from kernels.workers.pool import SPIN_US, Workers, use_threads
 from services.engine.errors import DiskError, MemoryPlanError, StepError, StoreError
@@ -100,12 +100,13 @@ class HostExperts:
         prefetch: str = "auto",
         trace: Recorder | None = None,
         drafts: bool = False,
+        drives: Sequence[Drive] | None = None,
     ) -> None:
         """Raises DiskError if a file cannot be opened, MemoryPlanError if the memory or threads cannot be had."""
         blocks = catalog(store, copies, drafts)
         self._paths = [blocks.path, *(copy.path for copy in copies)]
         try:
-            drives = open_drives(blocks)
+            drives = open_drives(blocks) if drives is None else drives
         except HostError as error:
             raise DiskError(str(error)) from error
         if not readers:
@@ -278,12 +279,13 @@ def open_experts(
     trace: Recorder | None = None,
     spin_us: int = SPIN_US,
     drafts: bool = False,
+    drives: Sequence[Drive] | None = None,
 ) -> Experts:
     """The fastest way that this machine has. `slots` blocks in RAM (more than there are: all), `readers` threads on the
     disk (0: as many as measure best), `workers` threads of the process's shared pool (0: cores less two), which stay
     awake for `spin_us`, `copies` of blocks on other disks, `warm` what was in RAM before, `prefetch` on, off or auto:
     as long as it pays. `trace` is closed with the experts. `drafts`: with the multi-token-prediction block's experts as
-    one more layer. Same bits whatever is given.
+    one more layer. `drives`: what stands for the disks in a benchmark. Same bits whatever is given.
 
     Raises DiskError or MemoryPlanError if it cannot be had.
     """
@@ -305,6 +307,7 @@ def open_experts(
         prefetch=prefetch,
         trace=trace,
         drafts=drafts,
+        drives=drives,
     )
 
 
