@@ -121,9 +121,10 @@ def load(
             ranges.switch(config.nvtx)
             guesses = config.prefetch != "off" and plan.slots < plan.blocks
             sizes = Sizes(
-                plan.sequences, plan.context_tokens, plan.pages, plan.device.chunk_tokens, plan.device.kv,
-                guesses=guesses, kept_blocks=plan.device.ledger.wanted.kept_blocks,
+                plan.sequences, plan.device.ledger.wanted.step_rows, plan.context_tokens, plan.pages,
+                plan.device.chunk_tokens, plan.device.kv, guesses=guesses,
                 vision_bytes=plan.device.ledger.wanted.vision_bytes,
+                kept_blocks=plan.device.ledger.wanted.kept_blocks,
             )  # fmt: skip
             device = open_device(store, experts, sizes, say)
             network, new_state = device.model, DeviceState

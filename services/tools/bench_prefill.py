@@ -188,9 +188,9 @@ def record(out: Path, cell: Cell, note: str) -> None:
 
 @contextmanager
 def opened(
-    store: Store, memory: torch.Tensor, share: float, tokens: int, args: argparse.Namespace
+    store: Store, memory: torch.Tensor, share: float, tokens: int, args: argparse.Namespace, places: int = 1
 ) -> Iterator["PrefillBench"]:
-    """Slots for `share` of the experts, full; a model for prompts of so many tokens."""
+    """Slots for `share` of the experts, full; a model for prompts of so many tokens in so many places."""
     layers, experts = len(store.blocks), store.config.experts
     resident = min(experts, max(store.config.experts_per_token, round(share * experts)))
     drive = DeviceDrive(memory, gb_s=args.disk if resident < experts else FILLED_GB_S)
@@ -214,9 +214,15 @@ def opened(
         weights.embeddings.read_through()
         context = tokens + DECODED + 1
         kv: Kv = "fp8" if args.kv == "fp8" else "bf16"
-        pool = DevicePool(store.config, device, places=1, pages=pages_for(context), kv=kv)
+        pool = DevicePool(store.config, device, places=places, pages=places * pages_for(context), kv=kv)
         model = DeviceModel(
-            weights, pool, shared, sequences=1, context_tokens=context, chunk_tokens=args.chunk, placement=Placement()
+            weights,
+            pool,
+            shared,
+            rows=(1, 2, 4),
+            context_tokens=context,
+            chunk_tokens=args.chunk,
+            placement=Placement(),
         )
         stack.callback(model.close)
         print(

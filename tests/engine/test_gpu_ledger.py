@@ -160,6 +160,19 @@ def test_more_sequences_than_a_step_takes_have_a_state_but_no_graph() -> None:
     assert nine["states of 9 sequences, SSM and convolution in float32"] == 9 * one
 
 
+def test_rows_for_short_prompts_are_graphs_of_their_own_where_sequences_bring_none() -> None:
+    one, joined, four = (ledger(SUPER, DENSE, wanted) for wanted in (Wanted(), Wanted(joined=True), Wanted(4)))
+    assert joined.wanted.step_rows == (1, 2, 4)
+    own = [
+        2 * ledgers.GRAPH_BYTES,
+        6 * (ledgers.row_bytes(SUPER) + ledgers.sampling_bytes(SUPER.vocab_size) + 4 * (2 + 4096 // PAGE_TOKENS)),
+        ledgers.attention_bytes(SUPER, 6, 4096),
+        *(ledgers.step_bytes(SUPER.block, 32, rows, 22) for rows in (2, 4)),
+    ]
+    assert joined.total_bytes - one.total_bytes == sum(own)
+    assert ledger(SUPER, DENSE, Wanted(4, joined=True)).total_bytes == four.total_bytes
+
+
 def test_every_remedy_is_true() -> None:
     wanted, budget_bytes = Wanted(4, 6000), CARD_MIB * MIB
     told = ledgers.remedies(SUPER, DENSE, wanted, budget_bytes)
@@ -218,7 +231,7 @@ def test_the_engine_refuses_at_start_what_does_not_fit(demo_store: Store) -> Non
 @pytest.mark.parametrize(
     ("card_mib", "settings", "expected"),
     [
-        (8151, {}, (True, 1, 45_376)),
+        (8151, {}, (True, 1, 34_816)),
         (8151, {"context_tokens": 8192}, (True, 2, 8192)),
         (8151, {"max_sequences": 4}, (False, 4, 3072)),
         (7550, {}, (False, 1, 12_288)),
@@ -254,13 +267,15 @@ def test_pictures_are_read_on_a_card_that_has_room_for_them(
 
 
 @pytest.mark.parametrize(
-    ("card_mib", "sequences", "tokens"), [(8151, 1, 47_424), (7550, 1, 12_288), (16_000, 4, 131_072)]
+    ("card_mib", "sequences", "rows", "tokens"),
+    [(8151, 1, (1, 2, 4), 36_736), (7550, 1, (1,), 12_288), (16_000, 4, (1, 2, 3, 4), 131_072)],
 )
 def test_what_is_automatic_fits_the_card(
-    card_mib: int, sequences: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+    card_mib: int, sequences: int, rows: tuple[int, ...], tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Short prompts' rows cost context, but never the last of it."""
     monkeypatch.setattr(planning, "stored_layout", lambda _: DENSE)
     store = cast(Store, SimpleNamespace(config=SUPER, folder=None, vision=lambda: None))
     plan = plan_device(EngineConfig(), store, free_bytes=card_mib * MIB - ledgers.CONTEXT_BYTES)
-    assert (plan.sequences, plan.context_tokens) == (sequences, tokens)
+    assert (plan.sequences, plan.ledger.wanted.step_rows, plan.context_tokens) == (sequences, rows, tokens)
     assert plan.ledger.total_bytes <= card_mib * MIB

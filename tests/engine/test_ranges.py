@@ -51,7 +51,7 @@ def token() -> None:
     decoder._tokens = decoder._last_waits_ns = 0
     turns = SimpleNamespace(times=lambda: None, serve=lambda turns: turns, retire=lambda: None, stopped=0, waited=0)
     decoder.turns = turns  # type: ignore[assignment]
-    decoder.spent = Anything()  # type: ignore[assignment]
+    decoder.spent, decoder.vram = Anything(), None  # type: ignore[assignment]
     inputs = SimpleNamespace(fill=lambda states: None, host_x=torch.zeros(2, 8))
     decoder.token = SimpleNamespace(inputs=inputs, host_logits=torch.zeros(2))  # type: ignore[assignment]
     decoder.graph = Anything()  # type: ignore[assignment]

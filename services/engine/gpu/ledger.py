@@ -35,7 +35,8 @@ MOST_ITEMS = 32  # experts that the GPU takes of one layer
 # free once its context exists, so that a wrong CONTEXT_BYTES cannot overfill a card.
 CONTEXT_BYTES = 300 * MIB
 KERNEL_BYTES = 184 * MIB  # loaded kernels and the first graph: 181 MiB on an H200
-GRAPH_BYTES = 16 * MIB  # of each further number of sequences: kernels and a graph
+GRAPH_BYTES = 16 * MIB  # of each further number of rows: kernels and a graph
+JOINED_ROWS = (2, 4)  # of steps that a short prompt may take several tokens of
 VISION_KERNEL_BYTES = 16 * MIB  # of the kernels that read pictures, assumed; `thimble bench vision` prints the driver's
 MARGIN_BYTES = 32 * MIB  # an allocator's rounding (11 to 23 MiB), and what changes between driver versions
 
@@ -54,7 +55,8 @@ _TILE = 1024  # logits a program of kernels/sampling/gpu.py, with 16 steps of 16
 @dataclass(frozen=True)
 class Wanted:
     """What is asked for. `sequences` have a state on the card, of which MOST_SEQUENCES are in a step; `context_tokens`
-    is each one's longest prompt and answer.
+    is each one's longest prompt and answer. `joined`: steps of several rows even if there are fewer sequences, for
+    short prompts.
 
     `pages` of KV for all sequences, 0: enough for each. `staging_blocks`: expert blocks copied to the card at once;
     `kept_blocks`: those that stay there; `chunk_tokens`: of prompts, that are read together, layer by layer;
@@ -69,6 +71,7 @@ class Wanted:
     kept_blocks: int = 0
     chunk_tokens: int = 0
     vision_bytes: int = 0
+    joined: bool = False
 
     def __post_init__(self) -> None:
         if self.sequences < 1:
@@ -77,6 +80,12 @@ class Wanted:
             raise MemoryPlanError(f"a context of {self.context_tokens} tokens: give at least 1")
         if self.kv not in get_args(Kv):
             raise MemoryPlanError(f"KV format {self.kv!r}: give one of {', '.join(get_args(Kv))}")
+
+    @property
+    def step_rows(self) -> tuple[int, ...]:
+        """Numbers of rows that a step can have, ascending; a graph each. More sequences take turns."""
+        apart = range(1, min(self.sequences, MOST_SEQUENCES) + 1)
+        return tuple(sorted({*apart, *(JOINED_ROWS if self.joined else ())}))
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,7 @@ class Ledger:
 def ledger(config: ModelConfig, dense: Layout, wanted: Wanted) -> Ledger:
     """Every line, for a dense file of this layout (see `stored_layout`)."""
     sequences, tokens = wanted.sequences, wanted.context_tokens
-    batches = range(1, min(sequences, MOST_SEQUENCES) + 1)  # a graph each; more sequences take turns
+    batches = wanted.step_rows
     pages = wanted.pages or sequences * pages_for(tokens)
     top_k, layout = config.experts_per_token, config.block
     lines = [

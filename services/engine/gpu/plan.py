@@ -78,15 +78,16 @@ def plan_device(config: EngineConfig, store: Store, free_bytes: int) -> DevicePl
 
     def choose(vision_bytes: int) -> Wanted:
         """A comfortable context matters most. Then that long prompts do not take for ever, since their time goes with
-        the number of chunks; then a further user; then the largest chunk."""
+        the number of chunks; then a further user; then the largest chunk; then that short prompts are quick."""
 
         def longest(wanted: Wanted) -> int:
             return longest_context(model, layout, wanted, budget)
 
         tried = [
-            Wanted(sequences=count, kv=kv, chunk_tokens=chunk, vision_bytes=vision_bytes)
+            Wanted(sequences=count, kv=kv, chunk_tokens=chunk, vision_bytes=vision_bytes, joined=joined)
             for count in counts
             for chunk in chunks
+            for joined in (True, False)
             if count == counts[-1] or chunk >= min(COMFORTABLE_CHUNK, chunks[0])
         ]
         tried = [replace(wanted, kept_blocks=kept_blocks) for wanted in tried]
