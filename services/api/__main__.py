@@ -40,10 +40,11 @@ def main() -> int:
         logs.set_up(config.log_level)
         log.info("settings:\n%s", describe(config, SECRET))
         with contextlib.ExitStack() as stack:
-            redis_url = config.redis_url
+            redis_url, reader_url = config.redis_url, config.redis_reader_url
             if redis_url == EMBEDDED:
-                redis_url = stack.enter_context(EmbeddedStore(config.embedded_memory_mb)).url
-            app = build_app(config, redis_url)
+                embedded = stack.enter_context(EmbeddedStore(config.embedded_memory_mb))
+                redis_url, reader_url = embedded.url, embedded.reader_url
+            app = build_app(config, redis_url, reader_url)
             uvloop.run(serve(config, app, stack.enter_context(listen(config))))
     except SettingError as error:
         print(f"thimble api: {error}", file=sys.stderr)
