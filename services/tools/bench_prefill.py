@@ -37,7 +37,7 @@ from services.engine.gpu.memory import DevicePool
 from services.engine.gpu.model import DeviceModel
 from services.engine.gpu.open import AWAKE_US, usable_device
 from services.engine.gpu.weights import DeviceWeights
-from services.engine.model import Segment
+from services.engine.model import DECODED_TOKENS, Segment
 from services.engine.model_config import ModelConfig
 from services.engine.pages import pages_for
 from services.tools import figures
@@ -181,8 +181,9 @@ def cell_key(args: argparse.Namespace, share: float, tokens: int) -> str:
 def record(out: Path, cell: Cell, note: str) -> None:
     figures.append(out, "prefill.ttft_s", cell.seconds, "s", note)
     figures.append(out, "prefill.tok_s", cell.tokens / cell.seconds, "tok/s", note)
-    figures.append(out, "prefill.floor_share", cell.floor_s / cell.seconds, "ratio", note)
-    figures.append(out, "prefill.moved_per_named", cell.moved, "ratio", note)
+    if cell.tokens > DECODED_TOKENS:  # shorter ones take the decode path, whose experts move by other rules
+        figures.append(out, "prefill.floor_share", cell.floor_s / cell.seconds, "ratio", note)
+        figures.append(out, "prefill.moved_per_named", cell.moved, "ratio", note)
     figures.append(out, "prefill.over_decode", cell.decode_s / cell.seconds, "ratio", note)
 
 
@@ -254,7 +255,7 @@ class PrefillBench:
         torch.cuda.synchronize()
         begun = time.perf_counter()
         said = begun
-        for part in self.model.reading([Segment(state, ids[:tokens], sweep=True)]):
+        for part in self.model.reading([Segment(state, ids[:tokens], sweep=tokens > DECODED_TOKENS)]):
             now = time.perf_counter()
             if now - said >= SAYS_S:
                 said = now
@@ -274,7 +275,7 @@ class PrefillBench:
             named * block / (self.link_gb_s * 1e9),
             tokens * token_flops(self.store.config) / flops,
         )
-        moved = (experts.copied_bytes - copied) / (named * block)
+        moved = (experts.copied_bytes - copied) / max(1, named * block)
         return Cell(tokens, share, seconds, floors, moved, misses, tokens * token_s)
 
     def note(self, cell: Cell) -> str:
