@@ -122,10 +122,10 @@ def up(
     x float16 [T, latent]; scale_2 float32 [experts], of `up`; h float16 [rows, width], 2^-6 of what it stands for.
     `tiles` are for measurements.
     """
-    _check(ring, layout, items, x, scale_2, h)
-    assert x.shape[1] == layout.latent
-    assert h.shape[1] == layout.width
+    check_up(ring, layout, x, scale_2, h)
+    _check_items(items)
     if most_rows:
+        constants, options = up_words(layout, order.top_k, x, tiles)
         up_kernel[(triton.cdiv(layout.width, tiles.outputs), triton.cdiv(most_rows, tiles.rows), len(items))](
             ring,
             items,
@@ -134,15 +134,8 @@ def up(
             x,
             scale_2,
             h,
-            BLOCK_BYTES=layout.block_bytes,
-            UP_SCALES=layout.up_scales,
-            LATENT=layout.latent,
-            WIDTH=layout.width,
-            TOP_K=order.top_k,
-            ROWS=tiles.rows,
-            NEURONS=tiles.outputs,
-            INPUTS=tiles.step,
-            **_options(x, tiles),
+            **constants,
+            **options,
         )
 
 
@@ -162,10 +155,11 @@ def down(
     scale_2 float32 [experts], of `down`; y float16 [T * top_k, latent], 2^-6 of what it stands for; no other row of it
     is written.
     """
-    _check(ring, layout, items, h, scale_2, y)
-    assert h.shape[1] == layout.width
-    assert y.shape == (len(order.rows), layout.latent)
+    check_down(ring, layout, h, scale_2, y)
+    _check_items(items)
+    assert len(y) == len(order.rows)
     if most_rows:
+        constants, options = down_words(layout, h, tiles)
         down_kernel[(triton.cdiv(layout.latent, tiles.outputs), triton.cdiv(most_rows, tiles.rows), len(items))](
             ring,
             items,
@@ -174,15 +168,8 @@ def down(
             h,
             scale_2,
             y,
-            BLOCK_BYTES=layout.block_bytes,
-            DOWN_VALUES=layout.down_values,
-            DOWN_SCALES=layout.down_scales,
-            LATENT=layout.latent,
-            WIDTH=layout.width,
-            ROWS=tiles.rows,
-            OUTPUTS=tiles.outputs,
-            NEURONS=tiles.step,
-            **_options(h, tiles),
+            **constants,
+            **options,
         )
 
 
@@ -211,16 +198,67 @@ def combine(y: Tensor, weights: Tensor, out: Tensor) -> None:
         )
 
 
-def _check(ring: Tensor, layout: BlockLayout, items: Tensor, inputs: Tensor, scale_2: Tensor, outputs: Tensor) -> None:
+def up_words(layout: BlockLayout, top_k: int, inputs: Tensor, tiles: Tiles) -> tuple[dict[str, Any], dict[str, Any]]:
+    """up_kernel's constants, and the options that it is compiled with."""
+    constants = {
+        "BLOCK_BYTES": layout.block_bytes,
+        "UP_SCALES": layout.up_scales,
+        "LATENT": layout.latent,
+        "WIDTH": layout.width,
+        "TOP_K": top_k,
+        "ROWS": tiles.rows,
+        "NEURONS": tiles.outputs,
+        "INPUTS": tiles.step,
+        "OPERAND": _operand(inputs),
+    }
+    return constants, _options(tiles)
+
+
+def down_words(layout: BlockLayout, inputs: Tensor, tiles: Tiles) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same of down_kernel."""
+    constants = {
+        "BLOCK_BYTES": layout.block_bytes,
+        "DOWN_VALUES": layout.down_values,
+        "DOWN_SCALES": layout.down_scales,
+        "LATENT": layout.latent,
+        "WIDTH": layout.width,
+        "ROWS": tiles.rows,
+        "OUTPUTS": tiles.outputs,
+        "NEURONS": tiles.step,
+        "OPERAND": _operand(inputs),
+    }
+    return constants, _options(tiles)
+
+
+def check_up(ring: Tensor, layout: BlockLayout, x: Tensor, scale_2: Tensor, h: Tensor) -> None:
+    _check(ring, layout, x, scale_2, h)
+    assert x.shape[1] == layout.latent
+    assert h.shape[1] == layout.width
+
+
+def check_down(ring: Tensor, layout: BlockLayout, h: Tensor, scale_2: Tensor, y: Tensor) -> None:
+    _check(ring, layout, h, scale_2, y)
+    assert h.shape[1] == layout.width
+    assert y.shape[1] == layout.latent
+
+
+def _check(ring: Tensor, layout: BlockLayout, inputs: Tensor, scale_2: Tensor, outputs: Tensor) -> None:
     assert ring.dtype == torch.uint8
     assert ring.shape[1] == layout.block_bytes
     assert inputs.dtype == outputs.dtype == torch.float16
     assert scale_2.dtype == torch.float32
+    assert all(tensor.is_contiguous() for tensor in (ring, inputs, scale_2, outputs))
+
+
+def _check_items(items: Tensor) -> None:
     assert 1 <= len(items) <= MOST_ITEMS
-    assert all(tensor.is_contiguous() for tensor in (ring, items, inputs, scale_2, outputs))
+    assert items.is_contiguous()
 
 
-def _options(inputs: Tensor, tiles: Tiles) -> dict[str, Any]:
+def _operand(inputs: Tensor) -> tl.dtype:
     """The interpreter sums products of halves as halves; the same values in float32 have the same products."""
-    operand = tl.float16 if inputs.is_cuda else tl.float32
-    return {"OPERAND": operand, "num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": False}
+    return tl.float16 if inputs.is_cuda else tl.float32
+
+
+def _options(tiles: Tiles) -> dict[str, Any]:
+    return {"num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": False}

@@ -13,7 +13,7 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from services.api import logs
+from services.api import logs, malloc
 from services.api.app import build_app
 from services.api.config import EMBEDDED, SECRET, ApiConfig, read_config
 from services.api.connections import connection_options
@@ -34,15 +34,17 @@ class Server(uvicorn.Server):
 
 def main() -> int:
     """The exit status: 0 stopped, 1 could not start, 2 a setting is wrong."""
+    malloc.give_back()
     try:
         config = read_config(os.environ)
         logs.set_up(config.log_level)
         log.info("settings:\n%s", describe(config, SECRET))
         with contextlib.ExitStack() as stack:
-            redis_url = config.redis_url
+            redis_url, reader_url = config.redis_url, config.redis_reader_url
             if redis_url == EMBEDDED:
-                redis_url = stack.enter_context(EmbeddedStore(config.embedded_memory_mb)).url
-            app = build_app(config, redis_url)
+                embedded = stack.enter_context(EmbeddedStore(config.embedded_memory_mb))
+                redis_url, reader_url = embedded.url, embedded.reader_url
+            app = build_app(config, redis_url, reader_url)
             uvloop.run(serve(config, app, stack.enter_context(listen(config))))
     except SettingError as error:
         print(f"thimble api: {error}", file=sys.stderr)

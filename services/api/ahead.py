@@ -110,6 +110,8 @@ class Ahead:
             kind = message.WhichOneof("message")
             if kind == "restore" and message.restore.source == pb.Restore.SEND:
                 await self._snapshots.send(plan, message.restore, generation)
+            elif kind == "restore" and message.restore.damaged:
+                await self._snapshots.refused(plan, message.restore.state.state_id)
             elif kind == "finish":
                 return message.finish
         raise EngineFailed("the engine ended the reading without finishing it")

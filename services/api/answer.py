@@ -134,7 +134,6 @@ class Answer:
         self._stop_ids = frozenset(folder.defaults.stop_ids)
         self._ids: list[int] = []  # sampled, without the stop id
         self._handed_over = False  # to saving, which reads on behind Finish
-        self._sent_whole = False
         self._restored_tokens = 0
         self._reasoning_tokens = 0
 
@@ -222,12 +221,12 @@ class Answer:
     async def _restore(self, restore: pb.Restore) -> None:
         source, plan = pb.Restore.Source.Name(restore.source), self._asked.plan
         if restore.source == pb.Restore.SEND:
-            self._sent_whole = await self._snapshots.send(plan, restore, self._generation)
+            await self._snapshots.send(plan, restore, self._generation)
             return
         self._metrics.lookups[source.lower(),].inc()
         if restore.source == pb.Restore.REFUSED:
             log.warning("the engine refused a stored state: %s", restore.reason)
-            if self._sent_whole:
+            if restore.damaged:
                 await self._snapshots.refused(plan, restore.state.state_id)
         elif restore.source != pb.Restore.NONE:
             self._restored_tokens = restore.state.tokens

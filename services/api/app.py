@@ -34,16 +34,18 @@ from services.api.usage import StoreUsage
 log = logging.getLogger(__name__)
 
 
-def build_app(config: ApiConfig, redis_url: str) -> FastAPI:
-    """`redis_url` is where the store really is: config.redis_url, or the embedded server's. Raises ModelFolderError and
-    SettingError."""
+def build_app(config: ApiConfig, redis_url: str, reader_url: str = "") -> FastAPI:
+    """`redis_url` is where the store really is: config.redis_url, or the embedded server's; `reader_url` is for who may
+    only read there. Raises ModelFolderError and SettingError."""
     folder = load_model_folder(config.model_dir)
     api_key = config.read_api_key()
     metrics = Metrics(version("thimble"))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        store = Store(redis_url, config.redis_timeout_ms / 1000, config.snapshot_ttl_s) if redis_url else None
+        store = None
+        if redis_url:
+            store = Store(redis_url, config.redis_timeout_ms / 1000, config.snapshot_ttl_s, reader_url)
         engines = Engines(config.engine_addresses)
         usage = StoreUsage(store, metrics) if store else None
         app.state.chats = chats = _build_chats(config, folder, engines, store, metrics)

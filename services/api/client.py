@@ -153,12 +153,13 @@ class Generation:
         """A connection on which the payload comes that the engine asked for."""
         await self._write(pb.GenerateIn(lent=lent))
 
-    async def restored(self) -> bool:
-        """Whether the engine's next word is that it begins with the payload; `messages` will tell it again."""
+    async def lent(self) -> pb.Restore:
+        """How it went, by the engine's next word: `messages` will tell it again, unless chunks are wanted instead."""
         async for message in self.messages():
-            self._ahead = message
-            return message.restore.source == pb.Restore.SENT
-        return False
+            if message.restore.source != pb.Restore.SEND:
+                self._ahead = message
+            return message.restore
+        raise EngineFailed("the engine ended the call while a state was restored")
 
     async def say_unavailable(self) -> None:
         """The payload the engine asked for cannot be had."""

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from services.settings import SettingError, load, setting
 
 PREFIX = "THIMBLE_API_"
-SECRET = frozenset({"api_key", "redis_url"})  # a URL may hold a password
+SECRET = frozenset({"api_key", "redis_url", "redis_reader_url"})  # a URL may hold a password
 EMBEDDED = "embedded"
 
 
@@ -34,6 +34,9 @@ class ApiConfig:
 
     redis_url: str = setting(
         "", "", "Redis or Valkey that keeps snapshots (redis://, rediss://, unix://), or `embedded`; empty: nowhere"
+    )
+    redis_reader_url: str = setting(
+        "", "", "the same, as a user that may only read: for connections lent to engines; empty: those are redis_url's"
     )
     redis_timeout_ms: int = setting(
         250, "ms", "longest wait for one answer; a store that is slower is left alone a while"
@@ -88,6 +91,8 @@ class ApiConfig:
             raise SettingError(
                 f"{variable('redis_url')}: give redis://, rediss:// or unix://, the word {EMBEDDED}, or nothing"
             )
+        if self.redis_reader_url and urlsplit(self.redis_reader_url).scheme not in ("redis", "unix"):
+            raise SettingError(f"{variable('redis_reader_url')}: give redis:// or unix://, or nothing")
 
     @property
     def engine_addresses(self) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 
 START_S = 10.0
+READER = "reader"
+READER_RULES = (READER, "on", "nopass", "resetchannels", "resetkeys", "%R~thimble:*", "-@all", "+hget", "+get")
 
 # Runs in the child and becomes the server. With subprocess's preexec_fn there would be a true fork, and gRPC's handlers
 # in it can kill the child of a process that has channels open. 1 is PR_SET_PDEATHSIG; it outlives the exec.
@@ -42,6 +44,11 @@ class EmbeddedStore:
     @property
     def url(self) -> str:
         return f"unix://{self._socket}"
+
+    @property
+    def reader_url(self) -> str:
+        """For who may read snapshots and do nothing else."""
+        return f"unix://{READER}:any@{self._socket}"
 
     @property
     def pid(self) -> int:
@@ -98,7 +105,8 @@ class EmbeddedStore:
             "save": "",
             "appendonly": "no",
         }
-        return [str(binary), *(word for key, value in options.items() for word in (f"--{key}", value))]
+        words = [word for key, value in options.items() for word in (f"--{key}", value)]
+        return [str(binary), *words, "--user", *READER_RULES]
 
     def _wait(self, log: Path) -> None:
         assert self._process is not None

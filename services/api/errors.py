@@ -171,6 +171,7 @@ BY_ENGINE_CODE: dict[str, type[ApiError]] = {
     "memory_plan": EngineFailed,
     "out_of_pages": QueueFull,  # other dialogs hold the memory: it comes back
     "bad_snapshot": EngineFailed,
+    "snapshot_transfer": EngineFailed,
     "bad_request": EngineFailed,
     "bad_ids": EngineFailed,
     "context_too_long": ContextTooLong,

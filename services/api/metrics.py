@@ -34,7 +34,8 @@ class Metrics:
             version
         ).set(1)
 
-        # Routes and methods are few, but statuses are not ours to list: the one family whose series appear with use.
+        # Routes and methods are few (middleware.py), but statuses are not ours to list: the one family whose series
+        # appear with use.
         self.http = Counter(
             PREFIX + "http_requests", "requests, by route", ["route", "method", "status"], registry=self.registry
         )

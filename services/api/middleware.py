@@ -23,6 +23,7 @@ log = logging.getLogger("services.api.access")
 REQUEST_ID = "X-Request-Id"
 _ID_SHAPE = re.compile(r"[A-Za-z0-9._-]{1,128}")  # a client's own id is kept if it is safe to log
 ANTHROPIC = "/v1/messages"  # begins the paths of Anthropic's API
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 KEYED = ("/v1", "/tokenize", "/detokenize", "/apply-template")  # begin the paths that need the key
 DRAINED_BYTES = 256 * 1024 * 1024  # of a body that is too large: read to its end, so that the client reads our answer
 
@@ -67,10 +68,11 @@ class Observed:
                 await error_response(found, scope["path"])(scope, receive, send_with_id)
         finally:
             route = getattr(scope.get("route"), "path", "other")
-            self._metrics.http.labels(route, scope["method"], str(status)).inc()
+            method = scope["method"] if scope["method"] in METHODS else "other"  # a client may invent some
+            self._metrics.http.labels(route, method, str(status)).inc()
             fields = {
                 "request_id": request_id,
-                "method": scope["method"],
+                "method": method,
                 "route": route,
                 "status": status,
                 "seconds": round(time.perf_counter() - began, 4),

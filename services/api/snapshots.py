@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from prometheus_client import Counter
 
 from services.api.client import Generation
-from services.api.exchange import Exchange
+from services.api.exchange import Exchange, LendingError
 from services.api.keys import boundary_keys, space_of
 from services.api.metrics import Metrics
 from services.api.model_folder import ModelFolder
@@ -156,16 +156,18 @@ class Snapshots:
                 self._memory.forget_hot(offer.key)
 
     async def send(self, plan: Plan, restore: pb.Restore, generation: Generation) -> bool:
-        """Give the engine the payload it asks for; False, and the engine is told, if it cannot be had any more."""
+        """Give the engine the payload it asks for; False, and the engine knows, if it cannot be had now."""
         state_id = restore.state.state_id
         offer = next((offer for offer in plan.offers if offer.head.state_id == state_id and offer.sendable), None)
         if offer is None or self._store is None:
             await generation.say_unavailable()
             return False
         began = time.perf_counter()
-        if await self._transfer(self._store, offer.record, restore.need, generation, plan.lends):
-            self._metrics.send_s.observe(time.perf_counter() - began)
-            return True
+        whole = await self._transfer(self._store, offer.record, restore.need, generation, plan.lends)
+        if whole is not None:
+            if whole:
+                self._metrics.send_s.observe(time.perf_counter() - began)
+            return whole
         await generation.say_unavailable()
         if self._store.available:
             await self.refused(plan, state_id)  # nor could it be sent another time
@@ -173,21 +175,23 @@ class Snapshots:
 
     async def _transfer(
         self, store: Store, record: Record, need: Sequence[int], generation: Generation, lends: bool
-    ) -> bool:
-        """Whether the engine got all of it."""
+    ) -> bool | None:
+        """Whether the engine got all of it; None: it waits for the rest, which cannot be had."""
         counter = self._metrics.snapshot_bytes["sent",]
         payload = store.bulk(record, need) if lends else None
-        if payload is None:
-            chunks = await generation.send_payload(_counted(store.read(record, need), counter))
-            return chunks == record.head.chunks + len(need)
-        try:
-            taken = await self._exchange.lend(generation, payload)
-        except OSError as error:  # the engine has heard nothing yet
-            log.warning("a snapshot could not be lent, it goes over gRPC: %s", error)
-            chunks = await generation.send_payload(_counted(store.read(record, need), counter))
-            return chunks == record.head.chunks + len(need)
-        counter.inc(sum(payload.sizes) * taken)
-        return taken
+        if payload is not None:
+            try:
+                restore = await self._exchange.lend(generation, payload)
+            except LendingError as error:
+                log.warning("a snapshot could not be lent, it goes over gRPC: %s", error)
+            else:
+                if restore.source != pb.Restore.SEND:
+                    taken = restore.source == pb.Restore.SENT
+                    counter.inc(sum(payload.sizes) * taken)
+                    return taken
+                log.warning("the engine did not take what was lent, it goes over gRPC: %s", restore.reason)
+        chunks = await generation.send_payload(_counted(store.read(record, need), counter))
+        return True if chunks == record.head.chunks + len(need) else None
 
     async def refused(self, plan: Plan, state_id: bytes) -> None:
         """The engine does not accept this payload: nobody shall be offered it again."""

@@ -68,8 +68,9 @@ class StoreRefused(Exception):
 class Store:
     """One for the process. All methods but `write` return quickly and never raise for the store's troubles."""
 
-    def __init__(self, url: str, timeout_s: float, ttl_s: int) -> None:
-        self._url = url
+    def __init__(self, url: str, timeout_s: float, ttl_s: int, reader_url: str = "") -> None:
+        """`reader_url`: for those who read payloads themselves."""
+        self._reader_url = reader_url or url
         self._lookup_s = timeout_s
         self._room = asyncio.Lock()
         self._coming_bytes = 0  # of own parts under way
@@ -159,13 +160,13 @@ class Store:
     def bulk(self, record: Record, blocks: Sequence[int]) -> Bulk | None:
         """The same chunks for somebody who receives them himself; None if that is not possible."""
         head = record.head
-        if not (self.available and can_read(self._url)):
+        if not (self.available and can_read(self._reader_url)):
             return None
         sizes = [CHUNK_BYTES] * (head.chunks - 1)
         sizes += [head.size_bytes - sum(sizes), *[head.block_bytes] * len(blocks)]
         if not all(0 < size <= CHUNK_BYTES for size in sizes):
             return None
-        return bulk(self._url, _reading(record, blocks), sizes, self._read_s)
+        return bulk(self._reader_url, _reading(record, blocks), sizes, self._read_s)
 
     async def write(self, record: Record, own_part: bool, blocks: Sequence[int], chunks: AsyncIterator[bytes]) -> None:
         """Store the own part, if it is among `chunks`, and the blocks that follow it. Raises StoreRefused if the store

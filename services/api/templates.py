@@ -1,22 +1,18 @@
 """The checkpoint's own chat template: messages to marked text (see tokens.py), and where turns begin and end in it.
 
-Owns the sandbox, the functions that transformers offers to templates, and the protection of client strings. Knows no
-HTTP and no snapshot; `Prompt.boundaries` are the offsets at which a later request can share this text.
+Owns the protection of client strings; rendering.py has the template run, within limits. Knows no HTTP and no snapshot;
+`Prompt.boundaries` are the offsets at which a later request can share this text.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from services.api.errors import ModelFolderError, TemplateRefused
 from services.api.pictures import PLACE
+from services.api.rendering import SHARED, Rendering, RenderRefused, TemplateBroken
 from services.api.shown import TOKEN, Shown, expand, parts
 from services.api.tokens import TextTokenizer
 
@@ -41,13 +37,12 @@ class Prompt:
 class ChatTemplate:
     """Renders dialogs. Safe to use from several threads."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], tokenizer: TextTokenizer) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = _tojson
-        environment.globals.update(
-            raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
-        )
-        self._template = environment.from_string(source)
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], tokenizer: TextTokenizer, rendering: Rendering = SHARED
+    ) -> None:
+        """Raises TemplateBroken, or ModelFolderError if it renders no plain message."""
+        self._rendering = rendering
+        self._source = source
         self._special_tokens = dict(special_tokens)
         self._tokenizer = tokenizer
         self._takes_parts = False
@@ -130,17 +125,18 @@ class ChatTemplate:
         """Marked text. `options` are the template's variables, such as enable_thinking."""
         variables = {k: self._protect(v) for k, v in (options or {}).items() if k not in RESERVED}
         try:
-            return self._template.render(
-                **self._special_tokens
+            return self._rendering.render(
+                self._source,
+                self._special_tokens
                 | variables
                 | {
                     "messages": [self._protect_message(message) for message in messages],
                     "tools": self._protect(tools) if tools else None,
                     "documents": None,
                     "add_generation_prompt": generation_prompt,
-                }
+                },
             )
-        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as error:
+        except RenderRefused as error:
             raise TemplateRefused(f"the model's chat template refuses these messages: {error}", "messages") from error
 
     def _protect(self, value: Any) -> Any:
@@ -210,7 +206,7 @@ def load_template(folder: Path, tokenizer: TextTokenizer) -> ChatTemplate:
         return ChatTemplate(source, special, tokenizer)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ModelFolderError(f"{folder}: cannot read the chat template: {error}") from error
-    except jinja2.TemplateError as error:
+    except TemplateBroken as error:
         raise ModelFolderError(f"{folder}/chat_template.jinja is not a valid template: {error}") from error
 
 
@@ -219,43 +215,3 @@ SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 
 def _content(token: Any) -> str:
     return str(token["content"] if isinstance(token, dict) else token)
-
-
-class _Dict:
-    """`dict(...)` for templates, without the type's attributes."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Without names that begin with an underscore: they would lead out of the sandbox."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, values = args[0], dict(*args[1:], **kwargs)
-        for name in values:
-            _refuse_underscore(name)
-        jinja2.utils.Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_underscore(name)
-        super().__setitem__(name, value)
-
-
-def _refuse_underscore(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}: it begins with an underscore")
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

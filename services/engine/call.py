@@ -5,16 +5,17 @@ frees what it still holds; a client that goes away ends it by cancelling this ta
 """
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from services.engine.engine import Engine, Handle
-from services.engine.errors import PayloadError, StreamError
+from services.engine.errors import StreamError, TransferError
 from services.engine.exchange import Lent, borrow
 from services.engine.messages import EVERYTHING, NOTHING, Want, message_of, request_of, snapshot_chunks, snapshot_head
-from services.engine.request import Event, Failed, Finish, Request, Restore, Snapshot, Source, StateRef
+from services.engine.request import Event, Failed, Finish, Request, Restore, Snapshot, Source
 from services.engine.upload import Upload
 
 START_TIMEOUT_S = 30.0
@@ -32,6 +33,7 @@ class Call:
         self._snapshot_timeout_s = snapshot_timeout_s
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._upload: Upload | None = None
+        self._expected: Restore | None = None  # what the client was asked for
         self._deadline: asyncio.TimerHandle | None = None  # of the upload
         self._half_closed = False
         self._borrowing: asyncio.Task[None] | None = None
@@ -102,7 +104,7 @@ class Call:
                 case "chunk" if self._upload is not None:
                     self._upload.add(message.chunk.index, message.chunk.data)
                 case "lent" if self._upload is not None and self._borrowing is None:
-                    self._borrowing = asyncio.create_task(self._borrow(message.lent, handle, self._upload))
+                    self._borrowing = asyncio.create_task(self._borrow(message.lent, handle))
                 case "unavailable" if self._upload is not None:
                     self._upload.end_of_stream()
                 case "want":
@@ -120,7 +122,7 @@ class Call:
             if isinstance(event, Failed):
                 raise event.error
             if isinstance(event, Restore) and event.source is Source.SEND and event.state is not None:
-                self._expect(event.state, len(event.need), handle)
+                self._expect(event, handle)
             await self._context.write(message_of(event))
             if isinstance(event, Finish):
                 break
@@ -131,16 +133,20 @@ class Call:
             except TimeoutError:
                 raise StreamError(f"the client took no snapshot within {self._snapshot_timeout_s:.0f} s") from None
 
-    async def _borrow(self, told: Any, handle: Handle, upload: Upload) -> None:
+    async def _borrow(self, told: Any, handle: Handle) -> None:
         """Have the engine's thread read the payload on a connection of the client's, and again whenever more is there
-        than it found; `upload` only hears of what goes wrong."""
+        than it found; the upload only hears of what goes wrong then. If there is no connection, the client is asked
+        for chunks."""
+        upload, expected = self._upload, self._expected
+        assert upload is not None
+        assert expected is not None
         loop, silence_s = asyncio.get_running_loop(), told.silence_ms / 1e3
 
         def wait() -> None:  # called by the engine's thread
             loop.call_soon_threadsafe(watch)
 
         def watch() -> None:
-            if not self._over:
+            if not (self._over or upload.over):
                 loop.add_reader(lent.connection, ready)
                 self._watching = True
                 late = f"snapshot: the store was silent for {silence_s:.1f} s"
@@ -154,12 +160,17 @@ class Call:
             connection = await asyncio.to_thread(borrow, self._engine.exchange_dir, told.name)
             try:
                 lent = self._lent = Lent(connection, tuple(told.requests), tuple(told.sizes), wait)
-            except PayloadError:
+            except TransferError:
                 connection.close()
                 raise
-        except PayloadError as error:
-            return upload.refuse(str(error))
-        return handle.restore(lent)
+        except TransferError as error:
+            if not upload.over:
+                self._events.put_nowait(replace(expected, reason=str(error)))
+            return
+        if upload.over:
+            lent.close()
+        else:
+            handle.restore(lent)
 
     def _ignore(self, lent: Lent) -> None:
         if self._watching:
@@ -177,10 +188,23 @@ class Call:
         for message in snapshot_chunks(snapshot, want):
             await self._context.write(message)
 
-    def _expect(self, state: StateRef, blocks: int, handle: Handle) -> None:
+    def _expect(self, expected: Restore, handle: Handle) -> None:
         """Before the client is asked, so that no chunk can come too early."""
-        upload = self._upload = Upload(state, blocks, handle.restore)
+
+        def take(chunk: bytes, refusal: str) -> None:
+            lent = self._lent
+            if refusal and lent is not None:
+                self._ignore(lent)
+            handle.restore(chunk, refusal)
+            if refusal and lent is not None:
+                handle.then(lent.close)  # by the thread that may be reading
+
+        assert expected.state is not None
+        self._expected = expected
+        upload = self._upload = Upload(expected.state, len(expected.need), take)
         if self._half_closed:
             upload.end_of_stream()
+        if self._deadline is not None:
+            self._deadline.cancel()
         late = f"the client did not send it within {self._snapshot_timeout_s:.0f} s"
         self._deadline = asyncio.get_running_loop().call_later(self._snapshot_timeout_s, upload.refuse, late)

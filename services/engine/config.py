@@ -46,6 +46,11 @@ class EngineConfig:
         "auto", "", "what computes: cuda (one NVIDIA GPU and the CPU), cpu, or auto: cuda if there is one"
     )
     vram_mib: int = setting(0, "MiB", "graphics memory to use; 0: what is free at start")
+    vram_experts_gb: float = setting(
+        0.0,
+        "GB",
+        "graphics memory for the experts named most often, on cards with room for some; contexts get the rest",
+    )
     kv_format: str = setting("bf16", "", "keys and values on a GPU: bf16, or fp8: twice the context, less exact")
 
     max_sequences: int = setting(
@@ -116,6 +121,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "trace_mb": (0.001, 1_000_000),
     "workers": (0, 512),
     "vram_mib": (0, 10_000_000),
+    "vram_experts_gb": (0, 4096),
     "max_sequences": (0, 256),
     "queue_limit": (0, 10_000),
     "context_tokens": (0, 10_000_000),

@@ -9,6 +9,7 @@ EngineError
 ├── DeviceError             there is no GPU that this engine can use, or it has failed
 ├── OutOfPagesError         the KV pool has too few free pages; nothing was changed
 ├── PayloadError            a snapshot's bytes do not fit this model, or are damaged
+├── TransferError           a snapshot's bytes did not come, which says nothing about them
 ├── RequestError            the client asked for something that cannot be done
 │   ├── IdsError            no prompt, or an id outside the vocabulary
 │   ├── ContextError        prompt and answer do not fit the context
@@ -69,6 +70,10 @@ class OutOfPagesError(EngineError):
 
 class PayloadError(EngineError):
     code = "bad_snapshot"
+
+
+class TransferError(EngineError):
+    code = "snapshot_transfer"
 
 
 class RequestError(EngineError):

@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from kernels.build import BuildError
+from kernels.experts.host.drives import Drive
 from kernels.workers.pool import SPIN_US, native
 from services.engine.config import EngineConfig
 from services.engine.drafts import Copying, Predicting, Source
@@ -70,8 +71,14 @@ class Parts:
     exchange_dir: Path | None
 
 
-def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str], None]) -> Parts:
-    """Raises StoreError or MemoryPlanError, if it can before anything large is read. `say` gets lines for the log."""
+def load(
+    config: EngineConfig,
+    registry: CollectorRegistry,
+    say: Callable[[str], None],
+    drives: Sequence[Drive] | None = None,
+) -> Parts:
+    """Raises StoreError or MemoryPlanError, if it can before anything large is read. `say` gets lines for the log.
+    `drives`: what stands for the disks in a benchmark."""
     begin = time.perf_counter()
     store = Store.open(config.store)
     on_gpu = _on_gpu(config, say)
@@ -107,6 +114,7 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
         warm=_warm_set(config, store, "mtp" in plan.drafts),
         prefetch=config.prefetch,
         trace=trace,
+        drives=drives,
         spin_us=AWAKE_US if on_gpu else SPIN_US,
         drafts="mtp" in plan.drafts,
     )
@@ -118,8 +126,10 @@ def load(config: EngineConfig, registry: CollectorRegistry, say: Callable[[str],
             ranges.switch(config.nvtx)
             guesses = config.prefetch != "off" and plan.slots < plan.blocks
             sizes = Sizes(
-                plan.sequences, plan.context_tokens, plan.pages, plan.device.chunk_tokens, plan.device.kv,
-                guesses=guesses, vision_bytes=plan.device.ledger.wanted.vision_bytes,
+                plan.sequences, plan.device.ledger.wanted.step_rows, plan.context_tokens, plan.pages,
+                plan.device.chunk_tokens, plan.device.kv, guesses=guesses,
+                vision_bytes=plan.device.ledger.wanted.vision_bytes,
+                kept_blocks=plan.device.ledger.wanted.kept_blocks,
             )  # fmt: skip
             device = open_device(store, experts, sizes, say)
             network, new_state = device.model, DeviceState

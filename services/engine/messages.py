@@ -81,9 +81,11 @@ def _grammar(grammar: pb.Grammar) -> Grammar:
 
 def message_of(event: Restore | Progress | Token | Finish) -> pb.GenerateOut:
     match event:
-        case Restore(source, state, reason, need):
+        case Restore(source, state, reason, need, damaged):
             ref = None if state is None else _ref(state)
-            return pb.GenerateOut(restore=pb.Restore(source=source.name, state=ref, reason=reason, need=need))
+            return pb.GenerateOut(
+                restore=pb.Restore(source=source.name, state=ref, reason=reason, need=need, damaged=damaged)
+            )
         case Progress(done_tokens, total_tokens, left_ms, passing):
             ref = None if passing is None else _ref(passing)
             progress = pb.Progress(done_tokens=done_tokens, total_tokens=total_tokens, left_ms=left_ms, passing=ref)

@@ -28,6 +28,7 @@ PREFIX = "thimble_"
 PHASES = ("prefill", "decode")
 DEVICES = ("cpu", "gpu")
 DRAFTS = ("mtp", "ngram")  # kinds, as in drafts.py
+TIERS = ("vram", "ram", "nvme")
 CARD_GAUGES = {
     "memory_total_bytes": "memory of the GPU",
     "temperature_celsius": "its temperature",
@@ -115,7 +116,7 @@ class Metrics:
         self.disk_wait_s = counters("disk_wait_seconds", "of it, waiting for the disk", phase=PHASES)
         self.compute_s = counters("expert_compute_seconds", "of it, computing routed experts", phase=PHASES)
         self.lookups = counters(
-            "expert_lookups", "experts a step needed, by where their blocks were", tier=("ram", "nvme"), phase=PHASES
+            "expert_lookups", "experts a step needed, by where their blocks were", tier=TIERS, phase=PHASES
         )
         self.read_bytes = counters("nvme_read_bytes", "bytes of blocks read", kind=("demand", "prefetch"))
         self.prefetch_issued = counter("prefetch_issued", "blocks read ahead of need")
@@ -203,6 +204,7 @@ class Metrics:
         swept = self._seen.sweep_blocks - before.sweep_blocks
         _add(self.computed["gpu", phase], counts.gpu_experts - last.gpu_experts + swept)
         _add(self.computed["cpu", phase], counts.host_experts - last.host_experts)
+        _add(self.lookups["vram", phase], counts.vram_experts - last.vram_experts)
         _add(self.pcie_bytes["to_gpu",], counts.to_gpu_bytes - last.to_gpu_bytes)
         _add(self.pcie_bytes["from_gpu",], counts.from_gpu_bytes - last.from_gpu_bytes)
         _add(self.swept_bytes, counts.swept_bytes - last.swept_bytes)

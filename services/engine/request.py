@@ -211,12 +211,13 @@ class Reason(enum.Enum):
 @dataclass(frozen=True)
 class Restore:
     """First event, and once more after SEND. After SEND the engine waits for `Handle.restore`: the own part's chunks,
-    then each block of the state whose number is in `need`."""
+    then each block of the state whose number is in `need`. `damaged`: why a payload was refused is in its bytes."""
 
     source: Source
     state: StateRef | None = None
     reason: str = ""
     need: tuple[int, ...] = ()
+    damaged: bool = False
 
 
 @dataclass(frozen=True)

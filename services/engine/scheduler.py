@@ -130,8 +130,7 @@ class Scheduler:
             self._finish_if_ended(sequence)
 
     def restore(self, sequence: Sequence, chunk: bytes | Lent, refusal: str) -> None:
-        """The next chunk of the payload that was asked for; if there is a `refusal`, the prompt is read from its first
-        token. What comes after the end is ignored."""
+        """The next chunk of the payload that was asked for, or why there is none. What comes too late is ignored."""
         arriving = sequence.arriving
         if sequence not in self.restoring or arriving is None:
             return
@@ -150,7 +149,8 @@ class Scheduler:
             self.metrics.snapshot_bytes["received",].inc(arriving.received_bytes)
             if not arriving.lent:  # what lies in the client's memory would have to be copied to stay
                 self.hot.keep(arriving.ref, arriving.chunks, arriving.blocks)
-        self._start_reading(sequence, Restore(Source.REFUSED if refusal else Source.SENT, arriving.ref, refusal))
+        source = Source.REFUSED if refusal else Source.SENT
+        self._start_reading(sequence, Restore(source, arriving.ref, refusal, damaged=arriving.damaged))
 
     def drop(self, sequence: Sequence, error: EngineError) -> None:
         """End a sequence without an answer. One that is over only lets go of what is kept for its client."""

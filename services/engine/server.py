@@ -44,6 +44,7 @@ STATUS: dict[type[EngineError], grpc.StatusCode] = {
     errors.DeviceError: grpc.StatusCode.UNAVAILABLE,
     errors.OutOfPagesError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.PayloadError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.TransferError: grpc.StatusCode.ABORTED,
     errors.RequestError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.IdsError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.ContextError: grpc.StatusCode.INVALID_ARGUMENT,

@@ -21,12 +21,12 @@ class Upload:
         self._size_bytes = ref.size_bytes
         self._blocks = blocks
         self._take = take
-        self._over = False
+        self.over = False  # whole or refused
         self._count = 0
         self._received_bytes = 0
 
     def add(self, index: int, data: bytes) -> None:
-        if self._over:
+        if self.over:
             return
         total = self._received_bytes + len(data)
         own = self._received_bytes < self._size_bytes
@@ -40,13 +40,13 @@ class Upload:
             self._count += 1
             self._received_bytes = total
             self._blocks -= not own
-            self._over = total >= self._size_bytes and not self._blocks
+            self.over = total >= self._size_bytes and not self._blocks
             self._take(data, "")
 
     def refuse(self, reason: str) -> None:
         """End it, if it has not ended."""
-        if not self._over:
-            self._over = True
+        if not self.over:
+            self.over = True
             self._take(b"", reason)
 
     def end_of_stream(self) -> None:

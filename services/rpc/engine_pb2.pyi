@@ -195,7 +195,7 @@ class GenerateOut(_message.Message):
     def __init__(self, restore: _Optional[_Union[Restore, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., token: _Optional[_Union[Token, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotHead, _Mapping]] = ..., chunk: _Optional[_Union[SnapshotChunk, _Mapping]] = ...) -> None: ...
 
 class Restore(_message.Message):
-    __slots__ = ("source", "state", "reason", "need")
+    __slots__ = ("source", "state", "reason", "need", "damaged")
     class Source(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[Restore.Source]
@@ -212,11 +212,13 @@ class Restore(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     NEED_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
     source: Restore.Source
     state: StateRef
     reason: str
     need: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, source: _Optional[_Union[Restore.Source, str]] = ..., state: _Optional[_Union[StateRef, _Mapping]] = ..., reason: _Optional[str] = ..., need: _Optional[_Iterable[int]] = ...) -> None: ...
+    damaged: bool
+    def __init__(self, source: _Optional[_Union[Restore.Source, str]] = ..., state: _Optional[_Union[StateRef, _Mapping]] = ..., reason: _Optional[str] = ..., need: _Optional[_Iterable[int]] = ..., damaged: _Optional[bool] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("done_tokens", "total_tokens", "left_ms", "passing")

@@ -15,6 +15,7 @@ BENCHMARKS = {
         "services.tools.bench_misses",
         "expert layers with a cache that misses, from an emulated drive or the disk, against the plan",
     ),
+    "restart": ("services.tools.bench_restart", "how long after a restart replies are as quick as before it"),
     "experts": ("services.tools.bench_experts", "a layer's routed experts on GPU and CPU, every placement in one run"),
     "metrics": ("services.tools.bench_metrics", "what counting costs a token"),
     "sampling": ("services.tools.bench_sampling", "from logits to an id, beside the definition"),

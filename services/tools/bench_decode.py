@@ -50,6 +50,7 @@ from services.tools.token_parts import parts
 OURS = Method("split")
 METHODS = {"split": OURS, "published": PUBLISHED[0], "cpu": Method("CPU alone", share=0)}  # for profiles
 WARM, TUNING, RECORDED = 6, 8, 3  # tokens
+JOINED = (1, 2, 4)  # tokens of one sequence in a step
 FEW_THREADS = 8
 
 
@@ -66,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--context", type=int, default=2048, help="tokens of each sequence (default 2048)")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="format of keys and values")
+    parser.set_defaults(joined=True)  # steps of several tokens of one sequence fit, too
     parser.add_argument("--variants", type=int, default=len(PUBLISHED), help="of the published method, to tune it")
 
 
@@ -113,6 +115,7 @@ def fit(args: argparse.Namespace, store: Store, budget_bytes: int) -> Ledger:
     copied = Wanted(1, args.context, args.kv, staging_blocks=store.config.experts_per_token)
     require(store.config, dense, copied, budget_bytes)  # the published method
     made = {rows: ledger(store.config, dense, Wanted(rows, args.context, args.kv)) for rows in [1, *args.batches]}
+    args.joined = ledger(store.config, dense, Wanted(1, args.context, args.kv, joined=True)).total_bytes <= budget_bytes
     args.batches = [rows for rows in args.batches if made[rows].total_bytes <= budget_bytes]
     return made[max([1, *args.batches])]
 
@@ -158,6 +161,7 @@ class Bench:
         )
         self.results: list[Result] = []
         self.peak_bytes: dict[int, int] = {}  # by sequences
+        self.token_s: dict[int, tuple[float, str]] = {}  # by tokens of one sequence in a step; what they named
         self.rates = Rates(measure_copy(self.device), 0.0)
         self.weights: DeviceWeights | None = None
         self.load_s = 0.0
@@ -175,6 +179,9 @@ class Bench:
             self.weights.embeddings.read_through()  # as after some use: a slow disk would be timed instead
             with self.sequences(1) as states:
                 self.compare(states, slots, many)
+            if self.args.joined:
+                with self.sequences(1) as states:
+                    self.joined(states[0], slots, many)
             self.forget_peak()
             for rows in self.args.batches:
                 if rows > 1:
@@ -233,10 +240,34 @@ class Bench:
         torch.cuda.empty_cache()
         return result
 
-    def rig(self, states: Sequence[DeviceState], slots: SharedSlots, method: Method, threads: int) -> DecodeRig:
+    def joined(self, state: DeviceState, slots: SharedSlots, threads: int) -> None:
+        """Consecutive tokens of one sequence in a step, as a short prompt has them; steps of all sizes in turns."""
+        trace = replay.make(self.store.config, JOINED[-1] * (WARM + self.args.tokens), 1, self.args.resident, seed=2)
+        del state.ids[1 - JOINED[-1] :]  # so that all of a step's tokens are within the context
+        traces = {rows: trace.joined(rows) for rows in JOINED}
+        rigs = {rows: self.rig([state] * rows, slots, OURS, threads, each) for rows, each in traces.items()}
+        for rig in rigs.values():
+            warm(rig)
+        times = in_turns({str(rows): rig for rows, rig in rigs.items()}, WARM, self.args.tokens)
+        for rows, rig in rigs.items():
+            union = f"{traces[rows].union():.1f} experts a layer"
+            self.token_s[rows] = statistics.median(times[str(rows)]) / rows / 1e3, union
+            print(f"  {rows} tokens of one sequence a step: {self.token_s[rows][0] * 1e3:.2f} ms a token, {union}")
+            rig.close()
+        rigs.clear()
+        torch.cuda.empty_cache()
+
+    def rig(
+        self,
+        states: Sequence[DeviceState],
+        slots: SharedSlots,
+        method: Method,
+        threads: int,
+        trace: replay.Trace | None = None,
+    ) -> DecodeRig:
         assert self.weights is not None
         begun = time.perf_counter()
-        rig = DecodeRig(self.weights, states, slots, method, self.rates.first_share[threads], self.trace)
+        rig = DecodeRig(self.weights, states, slots, method, self.rates.first_share[threads], trace or self.trace)
         print(f"  {method.name}, batch {len(states)}: graph ready in {time.perf_counter() - begun:.1f} s", flush=True)
         return rig
 
@@ -318,3 +349,6 @@ class Bench:
         if args.out:
             for row in decode_report.figure_rows(self.results, floor, self.peak_bytes, self.load_s, note):
                 figures.append(args.out, *row)
+            for rows, (token_s, union) in self.token_s.items():
+                told = f"{note}, a token of {rows} of one sequence in a step, {union}, {default_threads()} threads"
+                figures.append(args.out, "decode.union", token_s, "s", told)

@@ -43,7 +43,7 @@ from services.tools.bench_misses import replayed_ms
 from services.tools.decode_rig import READERS, mid_dialog
 from services.tools.hardware import STEP_OVER_READING
 from services.tools.measure import Reads
-from services.tools.predict import SUPER, Method
+from services.tools.predict import GB, SUPER, Method
 from services.tools.synthetic_blocks import SyntheticBlocks
 from services.tools.traces.generators import generate
 
@@ -61,10 +61,12 @@ class Way:
     name: str
     placement: Placement
     prefetch: str
+    in_vram: bool = False  # the hottest experts are in the card's memory
 
 
 OURS = Way("ours", Placement(guesses=True), "on")
 PLAIN = Way("ours, no prefetch", Placement(), "off")
+VRAM = Way("ours, some in VRAM", Placement(guesses=True), "on", in_vram=True)
 THEIRS = Way(
     "published",
     Placement(
@@ -105,6 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", default="calibrated", help="generator of the routing (default calibrated)")
     parser.add_argument("--quick", action="store_true", help="two cases, ours without prefetch and the published one")
     parser.add_argument("--piece", type=int, default=PIECE_BYTES, metavar="BYTES", help="of a block, read at once")
+    parser.add_argument("--vram", type=float, default=0.0, metavar="GB", help="for experts in the card's memory, too")
     parser.add_argument("--warm", type=int, default=100, help="tokens that fill the cache first (default 100)")
     parser.add_argument("--tokens", type=int, default=40, help="timed tokens (default 40)")
     parser.add_argument("--threads", type=int, default=default_threads(), help="that compute (default: cores less two)")
@@ -137,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
             expert_ns = hit_ns(slots, way)
             found = measured(Tokens(store, weights, state, slots, way, routing), slots, args, disk, reads, expert_ns)
         tell(args, way, share, disk, found)
-        if way is not OURS:  # whose guesses the plan leaves out
+        if way not in (OURS, VRAM):  # whose guesses the plan leaves out
             errors.append(found.error)
     print(f"the plan was wrong by at most {100 * max(errors):.1f} %, in {len(errors)} cases")
     if args.out:
@@ -154,11 +157,12 @@ def cases(args: argparse.Namespace) -> list[tuple[float, float, Way]]:
     if args.quick:
         ends = ((min(args.share), min(args.disk)), (max(args.share), max(args.disk)))
         return [(share, disk, way) for share, disk in ends for way in (PLAIN, THEIRS)]
+    slowest = (PLAIN, THEIRS, OURS, *((VRAM,) if args.vram else ()))
     return [
         (share, disk, way)
         for share in args.share
         for disk in args.disk
-        for way in ((PLAIN, THEIRS, OURS) if disk == args.disk[0] else (PLAIN,))
+        for way in (slowest if disk == args.disk[0] else (PLAIN,))
     ]
 
 
@@ -209,6 +213,8 @@ def host(
     try:
         shared = SharedSlots(opened)
         try:
+            if way.in_vram:
+                shared.keep_in_vram(int(args.vram * GB / store.layout.block_bytes), memory.device)
             yield shared
         finally:
             torch.cuda.synchronize()
@@ -295,6 +301,10 @@ def tell(args: argparse.Namespace, way: Way, share: float, disk: float, found: F
         note = (
             f"synthetic, {args.trace} routing, {way.name}, {args.threads} threads, emulated drive of {disk:g} GB/s, "
             f"{found.misses:.1f} misses a token, {found.hidden:.0%} of reading hidden, "
-            f"planned {found.planned_ms:.1f} ms, torch {torch.__version__}, triton {triton.__version__}"
+            f"{'' if way in (OURS, VRAM) else f'planned {found.planned_ms:.1f} ms, '}"
+            f"{f'{args.vram:g} GB of experts in graphics memory, ' if way is VRAM else ''}"
+            f"torch {torch.__version__}, triton {triton.__version__}"
         )
         figures.append(args.out, f"decode.{kind}_ram{round(100 * share)}", rate, "tok/s", note)
+        if way is not THEIRS:
+            figures.append(args.out, f"decode.hidden_ram{round(100 * share)}", found.hidden, "", note)

@@ -5,7 +5,8 @@ other memory. What is not in RAM comes from an emulated drive whose bytes lie in
 that neither a slow disk nor a copying core is measured. Beside each time stands its floor: the largest of what the
 drive, the link and the tensor cores need by the rates of the same run.
 
-A run can be ended and started again: cells that --done names are left out.
+A run can be ended and started again: cells that --done names are left out. With --minutes a cell that will not be done
+by then is left out as well, and a line says so.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from services.engine.gpu.memory import DevicePool
 from services.engine.gpu.model import DeviceModel
 from services.engine.gpu.open import AWAKE_US, usable_device
 from services.engine.gpu.weights import DeviceWeights
-from services.engine.model import Segment
+from services.engine.model import DECODED_TOKENS, Segment
 from services.engine.model_config import ModelConfig
 from services.engine.pages import pages_for
 from services.tools import figures
@@ -49,6 +50,9 @@ MATRIX = 8192  # side of the product that the tensor cores' rate is measured wit
 WARMING = 600  # tokens read first, not timed
 DECODED = 12  # tokens through the decode path, to compare with
 FILLED_GB_S = 1000.0  # of the drive while slots are filled: as fast as it goes
+SLOWER = 2.0  # than its floor: what a cell is assumed to take until it is measured
+LINK_GB_S = 20.0  # assumed for that
+SAYS_S = 10.0  # between two lines of a long cell
 HEADING = (
     f"{'tokens':>7}{'in RAM':>8}{'first token s':>15}{'tok/s':>9}{'floor s':>9}{'of floor':>10}{'moved':>8}"
     f"{'misses':>9}{'x decode':>10}"
@@ -90,11 +94,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk", type=int, default=2048, help="tokens read at once (default 2048)")
     parser.add_argument("--free-mib", type=int, default=8151, help="of the card, by ballast (default 8151; 0: all)")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="format of keys and values")
+    parser.add_argument("--minutes", type=float, help="leave out what will not be done by then (default: nothing)")
     parser.add_argument("--done", type=Path, help="file that remembers finished cells")
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
 
 
 def run(args: argparse.Namespace) -> int:
+    until = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
     store = Store.open(args.store)
     if not torch.cuda.is_available():
         print("bench prefill needs a CUDA device; thimble plan forecasts without one", file=sys.stderr)
@@ -114,12 +120,21 @@ def run(args: argparse.Namespace) -> int:
         memory = torch.from_numpy(blocks).to(device)
         del blocks
         print(f"synthetic, routed by random routers; tensor cores {flops / 1e12:.0f} TFLOP/s\n{HEADING}", flush=True)
+        opening_s = 0.0  # as long as the last one took
         for share in args.share:
-            lengths = [tokens for each, tokens in wanted if each == share]
+            lengths = [
+                tokens
+                for each, tokens in wanted
+                if each == share and in_time(store, tokens, share, args, until - opening_s)
+            ]
             if not lengths:
                 continue
+            begun = time.monotonic()
             with opened(store, memory, share, max(lengths), args) as bench:
+                opening_s = time.monotonic() - begun
                 for tokens in lengths:
+                    if not in_time(store, tokens, share, args, until):
+                        continue
                     cell = bench.measure(tokens, share, flops)
                     print(cell, flush=True)
                     note = bench.note(cell)
@@ -136,6 +151,29 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def in_time(store: Store, tokens: int, share: float, args: argparse.Namespace, until: float) -> bool:
+    """Whether a cell that is begun now will be done `until` then, on time.monotonic()'s clock; says so if not."""
+    left_s, needed_s = until - time.monotonic(), expected_s(store, tokens, share, args)
+    if needed_s <= left_s:
+        return True
+    print(
+        f"{tokens:>7}{share:>8.2f} left out: it may take {needed_s:.0f} s, and {max(0.0, left_s):.0f} s are left",
+        flush=True,
+    )
+    return False
+
+
+def expected_s(store: Store, tokens: int, share: float, args: argparse.Namespace) -> float:
+    """What a cell may take, the tokens that are decoded for comparison included."""
+    config, layers = store.config, len(store.blocks)
+    chunks = [min(args.chunk, tokens - begin) for begin in range(0, tokens, args.chunk)]
+    swept = layers * sum(min(config.experts, chunk * config.experts_per_token) for chunk in chunks)
+    decoded = layers * DECODED * config.experts_per_token
+    block_gb = store.layout.block_bytes / 1e9
+    read_s = (1 - share) * (swept + decoded) * block_gb / args.disk
+    return float(SLOWER * max(read_s, (swept + decoded) * block_gb / LINK_GB_S))
+
+
 def cell_key(args: argparse.Namespace, share: float, tokens: int) -> str:
     return json.dumps([figures.commit(), args.store.name, share, tokens, args.disk, args.chunk, args.kv, args.free_mib])
 
@@ -143,16 +181,17 @@ def cell_key(args: argparse.Namespace, share: float, tokens: int) -> str:
 def record(out: Path, cell: Cell, note: str) -> None:
     figures.append(out, "prefill.ttft_s", cell.seconds, "s", note)
     figures.append(out, "prefill.tok_s", cell.tokens / cell.seconds, "tok/s", note)
-    figures.append(out, "prefill.floor_share", cell.floor_s / cell.seconds, "ratio", note)
-    figures.append(out, "prefill.moved_per_named", cell.moved, "ratio", note)
+    if cell.tokens > DECODED_TOKENS:  # shorter ones take the decode path, whose experts move by other rules
+        figures.append(out, "prefill.floor_share", cell.floor_s / cell.seconds, "ratio", note)
+        figures.append(out, "prefill.moved_per_named", cell.moved, "ratio", note)
     figures.append(out, "prefill.over_decode", cell.decode_s / cell.seconds, "ratio", note)
 
 
 @contextmanager
 def opened(
-    store: Store, memory: torch.Tensor, share: float, tokens: int, args: argparse.Namespace
+    store: Store, memory: torch.Tensor, share: float, tokens: int, args: argparse.Namespace, places: int = 1
 ) -> Iterator["PrefillBench"]:
-    """Slots for `share` of the experts, full; a model for prompts of so many tokens."""
+    """Slots for `share` of the experts, full; a model for prompts of so many tokens in so many places."""
     layers, experts = len(store.blocks), store.config.experts
     resident = min(experts, max(store.config.experts_per_token, round(share * experts)))
     drive = DeviceDrive(memory, gb_s=args.disk if resident < experts else FILLED_GB_S)
@@ -176,9 +215,15 @@ def opened(
         weights.embeddings.read_through()
         context = tokens + DECODED + 1
         kv: Kv = "fp8" if args.kv == "fp8" else "bf16"
-        pool = DevicePool(store.config, device, places=1, pages=pages_for(context), kv=kv)
+        pool = DevicePool(store.config, device, places=places, pages=places * pages_for(context), kv=kv)
         model = DeviceModel(
-            weights, pool, shared, sequences=1, context_tokens=context, chunk_tokens=args.chunk, placement=Placement()
+            weights,
+            pool,
+            shared,
+            rows=(1, 2, 4),
+            context_tokens=context,
+            chunk_tokens=args.chunk,
+            placement=Placement(),
         )
         stack.callback(model.close)
         print(
@@ -209,8 +254,12 @@ class PrefillBench:
         named = experts.named_blocks
         torch.cuda.synchronize()
         begun = time.perf_counter()
-        for _ in self.model.reading([Segment(state, ids[:tokens], sweep=True)]):
-            pass
+        said = begun
+        for part in self.model.reading([Segment(state, ids[:tokens], sweep=tokens > DECODED_TOKENS)]):
+            now = time.perf_counter()
+            if now - said >= SAYS_S:
+                said = now
+                print(f"{tokens:>7}{share:>8.2f} {part:.0%} after {now - begun:.0f} s", file=sys.stderr, flush=True)
         seconds = time.perf_counter() - begun
         after = self.host.counters()
         misses = after["misses"] - before["misses"]
@@ -226,7 +275,7 @@ class PrefillBench:
             named * block / (self.link_gb_s * 1e9),
             tokens * token_flops(self.store.config) / flops,
         )
-        moved = (experts.copied_bytes - copied) / (named * block)
+        moved = (experts.copied_bytes - copied) / max(1, named * block)
         return Cell(tokens, share, seconds, floors, moved, misses, tokens * token_s)
 
     def note(self, cell: Cell) -> str:

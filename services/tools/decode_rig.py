@@ -47,7 +47,8 @@ def mid_dialog(weights: DeviceWeights, pool: DevicePool, context_tokens: int) ->
 class DecodeRig:
     """A decoder for these states, which stay where they are in their dialogs; a trace overrides what is routed.
 
-    States may be shared by several rigs: what they hold means nothing. `first_share` is of one sequence.
+    A state that is there several times takes so many tokens in a step. States may be shared by several rigs: what they
+    hold means nothing. `first_share` is of one sequence.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class DecodeRig:
             apart=method.apart,
             timeout_ns=method.timeout_ns,
         )
-        context_tokens = states[0].tokens + 1
+        context_tokens = max(state.tokens + sum(other is state for other in states) for state in states)
         self.decoder = Decoder(weights, pool, slots, self.rows, context_tokens, placement, self.replay)
         self.decoder.compile(states)
         self.decoder.capture()

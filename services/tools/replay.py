@@ -33,6 +33,21 @@ class Trace:
         before, after = self.ids[:-1, ..., None], self.ids[1:, ..., None, :]
         return float((before == after).any(-1).float().mean())
 
+    def union(self) -> float:
+        """How many different experts of a layer all rows of a token name together, on average."""
+        ordered = self.ids.flatten(2).sort(-1).values
+        return 1.0 + float((ordered[..., 1:] != ordered[..., :-1]).sum(-1).float().mean())
+
+    def joined(self, rows: int) -> "Trace":
+        """The first row's tokens, so many at once: rows of a token follow each other."""
+        tokens = self.tokens // rows
+
+        def join(tensor: Tensor) -> Tensor:
+            first = tensor[: tokens * rows, :, 0]
+            return first.reshape(tokens, rows, *first.shape[1:]).transpose(1, 2).contiguous()
+
+        return Trace(join(self.ids), join(self.x), self.resident)
+
 
 def make(config: ModelConfig, tokens: int, rows: int, resident: int, seed: int) -> Trace:
     """For `rows` sequences that know nothing of each other. Raises ValueError if `resident` is too few or too many."""

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.api.rendering import SHARED, RenderRefused, TemplateBroken
+
 
 class TextError(Exception):
     """A text file that cannot be used. The message says what is wrong with it."""
@@ -34,14 +36,12 @@ class Texts:
     """Reads with one checkpoint's tokenizer and template; `window` in tokens."""
 
     def __init__(self, checkpoint: Path, window: int) -> None:
-        from jinja2 import Environment
         from tokenizers import Tokenizer
 
         self._window = window
         try:
             self._tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-            template = (checkpoint / "chat_template.jinja").read_text(encoding="utf-8")
-            self._template = Environment(trim_blocks=True, lstrip_blocks=True).from_string(template)
+            self._template = (checkpoint / "chat_template.jinja").read_text(encoding="utf-8")
         except Exception as error:  # tokenizers raises Exception itself
             raise TextError(f"{checkpoint}: no usable tokenizer.json or chat_template.jinja: {error}") from error
 
@@ -67,12 +67,12 @@ class Texts:
             yield Window(ids, [False] + [True] * (len(ids) - 1), len(scored.encode()))
 
     def _chat(self, messages: list[dict[str, Any]]) -> Iterator[Window]:
-        text = self._template.render(messages=messages)
+        text = self._render(messages)
         scored_text = [False] * len(text)
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
-                begin = len(self._template.render(messages=messages[:index], add_generation_prompt=True))
-                end = len(self._template.render(messages=messages[: index + 1]).rstrip("\n"))
+                begin = len(self._render(messages[:index], add_generation_prompt=True))
+                end = len(self._render(messages[: index + 1]).rstrip("\n"))
                 scored_text[begin:end] = [True] * (end - begin)
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         scored = [scored_text[begin] for begin, _ in encoding.offsets]
@@ -82,6 +82,13 @@ class Texts:
         )
         if any(scored):
             yield Window(ids, scored, size)
+
+    def _render(self, messages: list[dict[str, Any]], **more: bool) -> str:
+        """In the api's sandbox: the template is the checkpoint's maker's."""
+        try:
+            return SHARED.render(self._template, {"messages": messages, **more})
+        except (RenderRefused, TemplateBroken) as error:
+            raise TextError(f"the checkpoint's chat_template.jinja does not render a chat: {error}") from error
 
 
 def _records(path: Path) -> Iterator[Any]:

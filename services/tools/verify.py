@@ -123,7 +123,7 @@ def running(store: Store, device: str) -> Iterator[Network]:
     try:
         if device == "cuda":
             pages = pages_for(CONTEXT_TOKENS)
-            yield open_device(store, experts, Sizes(1, CONTEXT_TOKENS, pages, chunk_tokens=256)).model
+            yield open_device(store, experts, Sizes(1, (1,), CONTEXT_TOKENS, pages, chunk_tokens=256)).model
         else:
             yield Model(store.dense(), store.config, experts)
     finally:

@@ -22,7 +22,7 @@ class RunningApi:
     """The api on a free port, with its event loop in a thread."""
 
     def __init__(self, config: ApiConfig) -> None:
-        self.app = build_app(config, config.redis_url)
+        self.app = build_app(config, config.redis_url, config.redis_reader_url)
         listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         options = connection_options()

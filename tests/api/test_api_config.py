@@ -39,6 +39,7 @@ def test_numbers_have_limits(name: str) -> None:
         ("LOG_LEVEL", "loud"),
         ("REDIS_URL", "http://x"),
         ("REDIS_URL", "localhost:6379"),
+        ("REDIS_READER_URL", "rediss://x"),
         ("REDDIS_URL", "redis://x"),
     ],
 )
@@ -55,7 +56,7 @@ def test_good_values() -> None:
 
 
 def test_secrets_are_not_shown() -> None:
-    config = ApiConfig(api_key="hush", redis_url="redis://:hush@h")
+    config = ApiConfig(api_key="hush", redis_url="redis://:hush@h", redis_reader_url="redis://reader:hush@h")
     assert "hush" not in describe(config, SECRET)
     assert "hush" in describe(config), "the check above cannot fail"
 

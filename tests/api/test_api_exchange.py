@@ -1,5 +1,8 @@
 """Payloads lent to an engine on the same machine: on a connection of ours; else they go over gRPC."""
 
+import asyncio
+import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +12,11 @@ import redis
 from running_api import RunningApi
 from scripted_engine import ScriptedEngine
 
+from services.api import bulk as bulk_module
+from services.api import exchange as exchange_module
 from services.api.bulk import BulkError, bulk, can_read
 from services.api.embedded import EmbeddedStore
-from services.api.exchange import Exchange
+from services.api.exchange import Exchange, _hand_over
 from services.rpc import engine_pb2 as pb
 
 SYSTEM = {"role": "system", "content": "You are a very patient assistant who explains things slowly, in many words."}
@@ -45,7 +50,9 @@ def test_payloads_of_any_size_are_lent(
     with redis.Redis.from_url(store.url) as client:
         client.config_set("maxmemory", 400_000_000)
     cold.payload_bytes = int(payload_mb * 1e6)
-    api = start_api(redis_url=store.url, exchange_dir=str(tmp_path), read_ahead=False)
+    api = start_api(
+        redis_url=store.url, redis_reader_url=store.reader_url, exchange_dir=str(tmp_path), read_ahead=False
+    )
     assert two_turns(api) > 40
     assert cold.calls[-1].source == "SENT"
     assert cold.calls[-1].lent_chunks > 0
@@ -83,6 +90,109 @@ def test_what_is_spoilt_in_the_store_is_not_sent(
     api.app.state.chats.snapshots.send = spoilt
     assert two_turns(api) == 0
     assert cold.calls[-1].source == "REFUSED"
+
+
+def stored(store: EmbeddedStore) -> set[bytes]:
+    with redis.Redis.from_url(store.url) as client:
+        return {name for kind in ("text", "state") for name in client.keys(f"thimble:*:{kind}:*")}
+
+
+@pytest.mark.parametrize("trouble", ["silent", "refused", "damaged"])
+def test_only_damaged_bytes_are_removed(
+    start_api: Callable[..., RunningApi], store: EmbeddedStore, cold: ScriptedEngine, tmp_path: Path, trouble: str
+) -> None:
+    """What did not come, for whatever reason, may be sound, and is there for the next one."""
+    api = start_api(redis_url=store.url, exchange_dir=str(tmp_path), redis_timeout_ms=100, read_ahead=False)
+    dialog: list[Any] = [SYSTEM, {"role": "user", "content": "Please tell me what you can do for me."}]
+    answer = api.chat(*dialog)["choices"][0]["message"]
+    dialog += [answer, {"role": "user", "content": "And what else?"}]
+    api.saved()
+    before = stored(store)
+    cold.refuses_payloads = trouble == "damaged"
+    real = bulk_module._encode
+
+    def silent(command: tuple[str, ...]) -> bytes:  # the store waits for the rest, and so does the engine
+        return real(command)[:-2]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if trouble == "silent":
+            patch.setattr(bulk_module, "_encode", silent)
+        if trouble == "refused":
+            patch.setattr(bulk_module, "_encode", lambda command: real(("LRANGE", *command[1:], "0")))
+        api.chat(*dialog, max_tokens=1)
+    assert cold.calls[-1].source == "REFUSED"
+    api.saved()
+    assert (before - stored(store) == set()) == (trouble != "damaged")
+    if trouble != "damaged":
+        assert api.chat(*dialog)["usage"]["prompt_tokens_details"]["cached_tokens"] > 40
+
+
+def test_an_engine_that_cannot_take_a_connection_gets_it_over_grpc(
+    start_api: Callable[..., RunningApi], store: EmbeddedStore, cold: ScriptedEngine, tmp_path: Path
+) -> None:
+    cold.borrows = False
+    assert two_turns(start_api(redis_url=store.url, exchange_dir=str(tmp_path), read_ahead=False)) > 40
+    assert (cold.calls[-1].source, cold.calls[-1].lent_chunks) == ("SENT", 0)
+    assert [path.name for path in tmp_path.iterdir()] == [cold.mark]
+
+
+def test_another_user_gets_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a folder shared with one."""
+    (tmp_path / "engine-1").touch()
+    info = pb.InfoResponse(exchange="engine-1")
+    assert Exchange(str(tmp_path)).shared_with(info)
+
+    async def hand_over() -> list[int]:
+        given = []
+        mine, lent = socket.socketpair()
+        with mine, lent, socket.socket(socket.AF_UNIX) as counter:
+            counter.setblocking(False)
+            counter.bind(str(tmp_path / "counter"))
+            counter.listen(2)
+            task = asyncio.create_task(_hand_over(counter, lent))
+            for user in (12345, os.geteuid()):
+                with monkeypatch.context() as patch:
+                    patch.setattr(exchange_module.os, "geteuid", lambda user=user: user)
+                    given.append(await asyncio.to_thread(take, tmp_path / "counter"))
+            await task
+        return given
+
+    def take(path: Path) -> int:
+        with socket.socket(socket.AF_UNIX) as taker:
+            taker.connect(str(path))
+            descriptors = socket.recv_fds(taker, 1, 1)[1]
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return len(descriptors)
+
+    assert asyncio.run(hand_over()) == [0, 1]
+    monkeypatch.setattr(exchange_module.os, "geteuid", lambda: 12345)
+    assert not Exchange(str(tmp_path)).shared_with(info)
+
+
+def test_who_reads_can_do_nothing_else(store: EmbeddedStore) -> None:
+    """The server itself sees to it, for what is lent by an api with a store of its own."""
+    with redis.Redis.from_url(store.url) as client:
+        client.hset("thimble:2:state:a", "0", b"x" * 10)
+        client.set("thimble:2:block:b", b"y" * 10)
+        client.set("other", b"z" * 10)
+    asked: list[tuple[tuple[str, ...], bytes]] = [
+        (("HGET", "thimble:2:state:a", "0"), b"$10\r\nxxxxxxxxxx\r\n"),
+        (("GET", "thimble:2:block:b"), b"$10\r\nyyyyyyyyyy\r\n"),
+        (("GET", "other"), b"-NOPERM"),
+        (("SET", "thimble:2:block:b", "new"), b"-NOPERM"),
+        (("DEL", "thimble:2:block:b"), b"-NOPERM"),
+        (("KEYS", "*"), b"-NOPERM"),
+        (("CONFIG", "GET", "*"), b"-NOPERM"),
+        (("FLUSHALL",), b"-NOPERM"),
+    ]
+    for command, answer in asked:
+        payload = bulk(store.reader_url, [command], [10], 5.0)
+        with payload.connect() as connection:
+            connection.sendall(payload.requests[0])
+            assert connection.recv(1000).startswith(answer), command
+    with redis.Redis.from_url(store.url) as client:
+        assert client.get("thimble:2:block:b") == b"y" * 10, "the control: the owner may"
 
 
 def test_without_a_connection_the_prompt_is_read(

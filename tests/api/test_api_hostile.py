@@ -282,3 +282,12 @@ def test_handles_come_back(hasty: None, start_api: Callable[..., RunningApi]) ->
     while len(list(Path("/proc/self/fd").iterdir())) > before + 2:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_methods_that_a_client_invents_make_no_series(api: RunningApi) -> None:
+    for number in range(3):
+        assert api.client.request(f"INVENTED{number}", "/health").status_code == 405
+        assert api.client.request(f"INVENTED{number}", "/nothing").status_code in (404, 405)
+    text = api.client.get("/metrics").text
+    assert "INVENTED" not in text
+    assert 'method="other",route="other"' in text

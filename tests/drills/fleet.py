@@ -6,8 +6,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -21,9 +22,17 @@ class Fleet:
     """A context manager; everything runs when it is entered. Names: engine0, engine1, ..., api, redis."""
 
     def __init__(
-        self, store: Path, folder: Path, engines: int = 2, redis_mb: int = 64, redis_url: str = "", **settings: str
+        self,
+        store: Path,
+        folder: Path,
+        engines: int = 2,
+        redis_mb: int = 64,
+        redis_url: str = "",
+        more: Mapping[str, str] = MappingProxyType({}),
+        **settings: str,
     ) -> None:
-        """`redis_mb` 0: none, or the one at `redis_url`. `settings` are of services, as ENGINE_WORKERS="1"."""
+        """`redis_mb` 0: none, or the one at `redis_url`. `settings` are of services, as ENGINE_WORKERS="1"; `more` are
+        other variables of the environment of all."""
         self._folder = folder
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.engines = [f"engine{number}" for number in range(engines)]
@@ -32,7 +41,7 @@ class Fleet:
         self.url = f"http://127.0.0.1:{ports[API]}"
         self.redis_url = f"redis://127.0.0.1:{ports[REDIS]}" if redis_mb else redis_url
         environ = {key: value for key, value in os.environ.items() if not key.startswith("THIMBLE_")}
-        environ |= {f"THIMBLE_{key}": value for key, value in settings.items()}
+        environ |= {f"THIMBLE_{key}": value for key, value in settings.items()} | dict(more)
         self._environ = dict.fromkeys(self.names, environ)
         for name in self.engines:
             own = {"STORE": str(store), "PORT": str(ports[name]), "METRICS_PORT": "0"}

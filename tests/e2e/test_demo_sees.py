@@ -8,8 +8,10 @@ from PIL import Image, ImageDraw, ImageFont
 from running import Running
 
 from services.tools.cli import main
-from services.tools.train_vision.drawings import COLOURS, KINDS, QUESTIONS, SIDE, Drawing, Kind, is_right
+from services.tools.train_vision.answers import is_right
 from services.tools.train_vision.exam import ask
+from services.tools.train_vision.plain import COLOURS, QUESTIONS, SIDE
+from services.tools.train_vision.scenes import Asked, Topic
 
 RED, BLUE, GREEN = (COLOURS[name] for name in ("red", "blue", "green"))
 
@@ -38,10 +40,9 @@ def number() -> Image.Image:
     return image
 
 
-def shown(stack: Running, image: Image.Image, kind: Kind, answer: str) -> tuple[bool, str]:
-    drawn = Drawing(image, kind, answer, ())
-    said = ask(f"{stack.url}/v1", "demo", drawn)
-    return is_right(drawn, said), said
+def shown(stack: Running, image: Image.Image, topic: Topic, answer: str) -> tuple[bool, str]:
+    said = ask(f"{stack.url}/v1", "demo", image, QUESTIONS[topic])
+    return is_right(Asked(topic, QUESTIONS[topic], answer), said), said
 
 
 @pytest.mark.parametrize(
@@ -53,10 +54,10 @@ def shown(stack: Running, image: Image.Image, kind: Kind, answer: str) -> tuple[
     ],
     ids=["red circle", "blue squares", "number"],
 )
-def test_a_picture_gets_the_right_answer(stack: Running, image: Image.Image, answers: dict[Kind, str]) -> None:
-    for kind, answer in answers.items():
-        is_so, said = shown(stack, image, kind, answer)
-        assert is_so, (QUESTIONS[kind], said)
+def test_a_picture_gets_the_right_answer(stack: Running, image: Image.Image, answers: dict[Topic, str]) -> None:
+    for topic, answer in answers.items():
+        is_so, said = shown(stack, image, topic, answer)
+        assert is_so, (QUESTIONS[topic], said)
 
 
 def test_the_answer_is_the_pictures_and_not_the_questions(stack: Running) -> None:
@@ -67,18 +68,22 @@ def test_the_answer_is_the_pictures_and_not_the_questions(stack: Running) -> Non
 
 def test_large_pictures_and_other_shapes_are_seen_too(stack: Running) -> None:
     """What is not as trained on is made as small; the demo's limits hold, not the family's."""
-    assert shown(stack, red_circle().resize((960, 960)), "colour", "red.") == (True, "red.")
+    is_so, said = shown(stack, red_circle().resize((960, 960)), "colour", "red.")
+    assert is_so, said
 
 
 def test_the_examination_scores_and_records(stack: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "here.csv"
-    words = ["see", f"{stack.url}/v1", "demo", "--drawings", "12", "--first", "77", "--record", str(record)]
+    words = ["see", f"{stack.url}/v1", "demo", "--sets", "plain", "--drawings", "12", "--first", "77"]
+    words += ["--record", str(record)]
     assert main(words) == 0
     told = [line.split() for line in capsys.readouterr().out.splitlines()]
-    right, asked = (sum(int(line[column]) for line in told) for column in (1, 3))
+    right, asked = (sum(int(line[column]) for line in told[:-1]) for column in (2, 4))
     assert asked == 12
     assert right >= 10
+    assert told[-1][:5] == ["plain", "all", str(right), "of", "12"]
     rows = list(csv.DictReader(record.read_text().splitlines()))
     assert [row["name"] for row in rows] == ["demo.vision"] * len(told)
-    assert {row["note"].split()[1].rstrip(":") for row in rows} == {line[0] for line in told} <= set(KINDS)
-    assert [f"{float(row['value']):.1f}" for row in rows] == [line[4] for line in told]
+    assert [row["note"].split()[2].rstrip(":") for row in rows] == [line[1] for line in told]
+    assert {line[1] for line in told} <= {*QUESTIONS, "all"}
+    assert [f"{float(row['value']):.1f}" for row in rows] == [line[5] for line in told]

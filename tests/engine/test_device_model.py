@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import open_experts
+from services.engine.gpu.memory import DeviceState
 from services.engine.gpu.open import AWAKE_US, Device, Sizes, open_device
 from services.engine.model import Model, Segment
 from services.engine.snapshots.payload import PayloadFormat
@@ -18,12 +20,12 @@ from services.tools.parity import divergence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-SIZES = Sizes(sequences=4, context_tokens=512, pages=32, chunk_tokens=64)
+SIZES = Sizes(sequences=4, rows=(1, 2, 3, 4), context_tokens=512, pages=32, chunk_tokens=64)
 PROMPTS = [[1, 17, 300, 4, 9, 77, 512, 33], [2, 5, 8], [90, 91, 92, 93, 94, 95], [1000]]
 
 
 @contextmanager
-def opened(store: Store, *, slots: int = 448, readers: int = 4, workers: int = 4, **sizes: int) -> Iterator[Device]:
+def opened(store: Store, *, slots: int = 448, readers: int = 4, workers: int = 4, **sizes: Any) -> Iterator[Device]:
     experts = open_experts(store, slots=slots, readers=readers, workers=workers, spin_us=AWAKE_US)
     try:
         yield open_device(store, experts, replace(SIZES, **sizes))
@@ -77,6 +79,29 @@ def test_bits_do_not_depend_on_batch_mates_or_the_cut_of_a_prompt(device: Device
     state.release()
 
 
+@pytest.mark.parametrize("split", [(4,), (3, 1), (1, 3), (2, 2), (2, 1, 1), (1, 1, 1, 1), (3,), (7, 4)], ids=str)
+def test_rows_of_a_sequence_have_the_bits_of_steps_of_their_own(device: Device, split: tuple[int, ...]) -> None:
+    """Logits after every id, and after one more, which what is left in the states decides."""
+    model = device.model
+
+    def begun() -> list[DeviceState]:
+        states = [model.new_state(len(prompt) + 9) for prompt, _ in zip(PROMPTS, split, strict=False)]
+        model.forward([Segment(state, prompt) for state, prompt in zip(states, PROMPTS, strict=False)])
+        return states
+
+    wanted = [[100 * number + token for token in range(tokens)] for number, tokens in enumerate(split)]
+    alone, together = begun(), begun()
+    one_by_one = [model.forward([Segment(alone[n], [id_])])[0] for n, ids in enumerate(wanted) for id_ in ids]
+    joined = model.forward_all([Segment(state, ids) for state, ids in zip(together, wanted, strict=True)])
+    assert torch.equal(joined, torch.stack(one_by_one))
+    last = [model.forward([Segment(state, [5])])[0] for state in alone]
+    assert torch.equal(model.forward([Segment(state, [5]) for state in together]), torch.stack(last))
+    for state in alone + together:
+        state.release()
+    if split == (7, 4):
+        assert not torch.equal(joined[1:], joined[:-1]), "another token must show"
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -85,11 +110,12 @@ def test_bits_do_not_depend_on_batch_mates_or_the_cut_of_a_prompt(device: Device
         {"share": 0},
         {"share": 6},
         {"share": 2, "workers": 1, "guesses": False},
-        {"workers": 7, "sequences": 1},
+        {"workers": 7, "sequences": 1, "rows": (1, 2, 4)},
+        {"sequences": 1, "rows": (1,)},
     ],
     ids=str,
 )
-def test_placement_does_not_change_a_bit(device: Device, demo_store: Store, change: dict[str, int]) -> None:
+def test_placement_does_not_change_a_bit(device: Device, demo_store: Store, change: dict[str, Any]) -> None:
     expected = answer(device, PROMPTS[0])
     with opened(demo_store, **change) as other:
         assert torch.equal(answer(other, PROMPTS[0]), expected)

@@ -1,4 +1,7 @@
-"""The GPU model's `reading`, without a GPU: which ids decoders get, what may come in between, what a failure leaves."""
+"""The GPU model's `reading`, without a GPU: which ids decoders get, what may come in between, what a failure leaves.
+
+A step has one or two rows, or four.
+"""
 
 import pytest
 import torch
@@ -45,8 +48,8 @@ class OneHot:
         if any(row.id == 49 for row in rows):
             raise HandoffError("disk gone")
         self.logits.zero_()
-        for row, values in zip(rows, self.logits, strict=True):
-            values[row.id] = len(row.state.ids) + 1
+        for number, (row, values) in enumerate(zip(rows, self.logits, strict=True)):
+            values[row.id] = len(row.state.ids) + 1 + sum(other.state is row.state for other in rows[:number])
         return self.logits
 
 
@@ -60,13 +63,15 @@ def model(fed: list[list[int]]) -> DeviceModel:
     model = DeviceModel.__new__(DeviceModel)
     model.sweep = None
     model.pool, model.told = Pool(), str.upper  # type: ignore[assignment]
-    model.decoders = [OneHot(rows, fed) for rows in (1, 2)]  # type: ignore[misc]
+    model.decoders = [OneHot(rows, fed) for rows in (1, 2, 4)]  # type: ignore[misc]
     return model
 
 
-def test_others_may_run_between_two_tokens(model: DeviceModel, fed: list[list[int]]) -> None:
+def test_others_may_run_between_two_steps(model: DeviceModel, fed: list[list[int]]) -> None:
+    """A sequence's ids are neighbours in a step, and every step has as many rows as there are."""
     places = [Place() for _ in range(4)]
-    running = model.reading([Segment(place, ids) for place, ids in zip(places, ([1, 2, 3], [4], [5, 6]), strict=False)])
+    wanted = [1, 2, 3], [4], [5, 6, 9]
+    running = model.reading([Segment(place, ids) for place, ids in zip(places, wanted, strict=False)])
     told, logits = [], torch.empty(0)
     while True:
         try:
@@ -76,17 +81,17 @@ def test_others_may_run_between_two_tokens(model: DeviceModel, fed: list[list[in
             break
         model.forward([Segment(places[3], [7])])
         model.forward([Segment(Place(), [8]), Segment(Place(), [8])])
-    assert [ids for ids in fed if ids not in ([7], [8, 8])] == [[1, 4], [5], [2, 6], [3]]
-    assert told == pytest.approx([2 / 6, 3 / 6, 5 / 6])
-    assert logits.argmax(1).tolist() == [3, 4, 6]
-    assert logits.max(1).values.tolist() == [3, 1, 2]
-    assert [place.ids for place in places] == [[1, 2, 3], [4], [5, 6], [7, 7, 7]]
+    assert [ids for ids in fed if ids not in ([7], [8, 8])] == [[1, 2, 3, 4], [5, 6], [9]]
+    assert told == pytest.approx([4 / 7, 6 / 7])
+    assert logits.argmax(1).tolist() == [3, 4, 9]
+    assert logits.max(1).values.tolist() == [3, 1, 3]
+    assert [place.ids for place in places] == [[1, 2, 3], [4], [5, 6, 9], [7, 7]]
     assert not any(place.spoiled for place in places)
 
 
 def test_closed_early_or_failed_it_spoils_all_its_states(model: DeviceModel) -> None:
     places = [Place() for _ in range(4)]
-    running = model.reading([Segment(places[0], [1, 2]), Segment(places[1], [3])])
+    running = model.reading([Segment(places[0], [1, 2, 4, 5]), Segment(places[1], [3])])
     next(running)
     running.close()
     with pytest.raises(StepError, match="DISK GONE"):
@@ -96,9 +101,9 @@ def test_closed_early_or_failed_it_spoils_all_its_states(model: DeviceModel) -> 
     assert not places[3].spoiled
 
 
-def test_forward_gives_way_between_two_tokens_and_not_behind_the_last(model: DeviceModel) -> None:
+def test_forward_gives_way_between_two_steps_and_not_behind_the_last(model: DeviceModel) -> None:
     place = Place()
     with pytest.raises(GaveWay):
-        model.forward([Segment(place, [1, 2])], lambda: True)
-    assert (place.ids, place.spoiled) == ([1], True)
+        model.forward([Segment(place, [1, 2, 3])], lambda: True)
+    assert (place.ids, place.spoiled) == ([1, 2], True)
     assert model.forward([Segment(Place(), [1])], lambda: True).argmax().item() == 1

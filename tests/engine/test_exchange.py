@@ -13,7 +13,8 @@ import pytest
 from toy_engine import Gate, Toy, answer, soon, toy
 from toy_server import Stream, channel_to, serving, start
 
-from services.engine.errors import PayloadError
+from services.engine import exchange
+from services.engine.errors import TransferError
 from services.engine.exchange import Lent, borrow, mark
 from services.engine.request import Request, Snapshot
 from services.rpc import engine_pb2 as pb
@@ -39,7 +40,7 @@ def framed(data: bytes) -> bytes:
 
 
 class FakeStore:
-    """Answers request n with answer n, as it was told, `piece` bytes at a time; and a socket where its connection is
+    """Answers GET n with answer n, as it was told, `piece` bytes at a time; and a socket where its connection is
     handed over, by this name in this folder."""
 
     def __init__(self, folder: Path, answers: list[bytes], piece: int = 1 << 20, pause_s: float = 0.0) -> None:
@@ -62,8 +63,9 @@ class FakeStore:
 
     def _answer(self) -> None:
         with contextlib.suppress(OSError):
-            for line in self.mine.makefile("rb"):
-                number = int(line)
+            lines = self.mine.makefile("rb")
+            for line in lines:
+                number = int([lines.readline() and lines.readline() for _ in range(int(line[1:]))][-1])
                 self.asked.append(number)
                 data = self.answers[number]
                 for at in range(0, len(data), self.piece):
@@ -89,9 +91,17 @@ def pieces(snapshot: Snapshot) -> list[bytes]:
     return [*snapshot.chunks, *snapshot.blocks]
 
 
+def command(*words: bytes) -> bytes:
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
+
+
+def get(number: int) -> bytes:
+    return command(b"GET", b"%d" % number)
+
+
 def told(snapshot: Snapshot, **changes: Any) -> pb.Lent:
     sizes = [len(piece) for piece in pieces(snapshot)]
-    fields = {"name": "api-1", "requests": [b"%d\n" % n for n in range(len(sizes))], "sizes": sizes, "silence_ms": 5000}
+    fields = {"name": "api-1", "requests": list(map(get, range(len(sizes)))), "sizes": sizes, "silence_ms": 5000}
     return pb.Lent(**(fields | changes))
 
 
@@ -105,8 +115,8 @@ def offering(t: Toy, channel: Any, snapshot: Snapshot) -> Stream:
     return stream
 
 
-def lend(folder: Path, snapshot: Snapshot, lent: pb.Lent) -> tuple[list[int], str, int]:
-    """Sources and reason of the engine's restores, and the tokens that were restored; the answer must be right."""
+def lend(folder: Path, snapshot: Snapshot, lent: pb.Lent) -> tuple[list[pb.Restore], int]:
+    """What the engine said of it, and the tokens that were restored; the answer must be right."""
     with toy(exchange_dir=folder) as t, serving(t.engine) as running, channel_to(running) as channel:
         stream = offering(t, channel, snapshot)
         stream.send(lent=lent)
@@ -116,7 +126,7 @@ def lend(folder: Path, snapshot: Snapshot, lent: pb.Lent) -> tuple[list[int], st
     tokens = [message.token.id for message in messages if message.WhichOneof("message") == "token"]
     assert tokens == answer(list(PROMPT), 6)
     restores = [message.restore for message in messages if message.WhichOneof("message") == "restore"]
-    return [r.source for r in restores], restores[0].reason, messages[-1].finish.cached_tokens
+    return restores, messages[-1].finish.cached_tokens
 
 
 @pytest.mark.parametrize(("piece", "pause_s"), [(1 << 20, 0.0), (1, 0.0), (300, 0.004)], ids=["whole", "bytes", "slow"])
@@ -124,49 +134,50 @@ def test_a_payload_is_read_from_the_connection(tmp_path: Path, snapshot: Snapsho
     answers = [framed(data) for data in pieces(snapshot)]
     assert len(answers) == 2, "own part and a block"
     with storing(tmp_path, answers, piece=piece, pause_s=pause_s) as store:
-        assert lend(tmp_path, snapshot, told(snapshot)) == ([pb.Restore.SENT], "", 80)
+        (restore,), restored = lend(tmp_path, snapshot, told(snapshot))
+        assert (restore.source, restored) == (pb.Restore.SENT, 80)
         assert store.asked == [0, 1]
         assert store.closed.wait(5)
 
 
-@pytest.mark.parametrize("sound", [True, False])
-def test_the_connection_is_closed_before_the_answer(tmp_path: Path, snapshot: Snapshot, sound: bool) -> None:
+@pytest.mark.parametrize("ending", ["sound", "damaged", "silent", "unavailable"])
+def test_the_connection_is_closed_before_the_answer(tmp_path: Path, snapshot: Snapshot, ending: str) -> None:
     own, block = pieces(snapshot)
+    last = {"sound": framed(block), "damaged": framed(bytes(len(block)))}.get(ending, b"")
     gate = Gate()
     with (
         toy(exchange_dir=tmp_path) as t,
         serving(t.engine) as running,
         channel_to(running) as channel,
-        storing(tmp_path, [framed(own), framed(block if sound else bytes(len(block)))]) as store,
+        storing(tmp_path, [framed(own), last]) as store,
     ):
         t.model.before = gate
         stream = offering(t, channel, snapshot)
-        stream.send(lent=told(snapshot))
-        assert stream.next("restore").source == (pb.Restore.SENT if sound else pb.Restore.REFUSED)
+        stream.send(lent=told(snapshot, silence_ms=300 if ending == "silent" else 60_000))
+        if ending == "unavailable":
+            assert soon(lambda: store.asked == [0, 1])
+            stream.send(unavailable=pb.Unavailable())
+        assert stream.next("restore").source == (pb.Restore.SENT if ending == "sound" else pb.Restore.REFUSED)
         assert store.closed.wait(5)
         gate.open()
         assert stream.rest()
 
 
 @pytest.mark.parametrize(
-    ("wrong", "reason"),
+    ("wrong", "reason", "damaged"),
     [
-        ("bytes", "checksum does not match"),
-        ("block", "not what its name says"),
-        ("size", "has another size"),
-        ("nothing", "a chunk is missing"),
-        ("error", "a chunk is missing"),
-        ("closed", "closed"),
-        ("silent", "silent for 0.2 s"),
-        ("name", "no exchange folder, or nothing"),
-        ("path", "no exchange folder, or nothing"),
-        ("file", "no socket"),
-        ("none", "cannot be taken"),
-        ("sizes", "another number of bytes"),
-        ("requests", "does not fit"),
+        ("bytes", "checksum does not match", True),
+        ("block", "not what its name says", True),
+        ("size", "has another size", True),
+        ("nothing", "a chunk is missing", True),
+        ("error", "refused to send", False),
+        ("closed", "closed", False),
+        ("silent", "silent for 0.2 s", False),
+        ("sizes", "another number of bytes", False),
     ],
 )
-def test_what_is_wrong_is_refused(tmp_path: Path, snapshot: Snapshot, wrong: str, reason: str) -> None:
+def test_what_is_wrong_is_refused(tmp_path: Path, snapshot: Snapshot, wrong: str, reason: str, damaged: bool) -> None:
+    """And whether it is in the bytes: what did not come may be sound."""
     own, block = pieces(snapshot)
     lent = told(snapshot)
     answers = [framed(own), framed(block)]
@@ -183,6 +194,38 @@ def test_what_is_wrong_is_refused(tmp_path: Path, snapshot: Snapshot, wrong: str
             answers[0] = b"-ERR no\r\n"
         case "silent":
             answers[1], lent.silence_ms = framed(block)[:50], 200
+        case "sizes":
+            lent.sizes[1] += 1
+    with storing(tmp_path, answers) as store:
+        if wrong == "closed":
+            store.answers = [framed(own)[:100], b""]
+            threading.Timer(0.3, store.mine.shutdown, [socket.SHUT_RDWR]).start()
+        restores, restored = lend(tmp_path, snapshot, lent)
+    assert ([r.source for r in restores], restored) == ([pb.Restore.REFUSED], 0)
+    assert reason in restores[0].reason
+    assert restores[0].damaged == damaged
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ("name", "no exchange folder, or nothing"),
+        ("path", "no exchange folder, or nothing"),
+        ("file", "no socket"),
+        ("none", "cannot be taken"),
+        ("user", "not ours"),
+        ("requests", "does not fit"),
+        ("write", "only HGET and GET"),
+        ("behind", "only HGET and GET"),
+        ("longer", "only HGET and GET"),
+        ("inline", "only HGET and GET"),
+    ],
+)
+def test_what_cannot_be_borrowed_is_asked_for_in_chunks(
+    tmp_path: Path, snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch, wrong: str, reason: str
+) -> None:
+    lent = told(snapshot)
+    match wrong:
         case "name":
             lent.name = "API 1"
         case "path":
@@ -192,17 +235,41 @@ def test_what_is_wrong_is_refused(tmp_path: Path, snapshot: Snapshot, wrong: str
             lent.name = "file"
         case "none":
             lent.name = "api-2"
-        case "sizes":
-            lent.sizes[1] += 1
+        case "user":
+            monkeypatch.setattr(exchange.os, "geteuid", lambda: 12345)
         case "requests":
             lent.requests.pop()
-    with storing(tmp_path, answers) as store:
-        if wrong == "closed":
-            store.answers = [framed(own)[:100], b""]
-            threading.Timer(0.3, store.mine.shutdown, [socket.SHUT_RDWR]).start()
-        sources, why, restored = lend(tmp_path, snapshot, lent)
-    assert (sources, restored) == ([pb.Restore.REFUSED], 0)
-    assert reason in why
+        case "write":
+            lent.requests[1] = command(b"SET", b"a", b"b")
+        case "behind":
+            lent.requests[1] += command(b"GET", b"a")
+        case "longer":
+            lent.requests[1] = command(b"GET", b"a", b"b")
+        case "inline":
+            lent.requests[1] = b"GET a\r\n"
+    with (
+        toy(exchange_dir=tmp_path) as t,
+        serving(t.engine) as running,
+        channel_to(running) as channel,
+        storing(tmp_path, []) as store,
+    ):
+        stream = offering(t, channel, snapshot)
+        stream.send(lent=lent)
+        again = stream.next("restore")
+        assert (again.source, list(again.need)) == (pb.Restore.SEND, [0])
+        assert reason in again.reason
+        for index, data in enumerate(pieces(snapshot)):
+            stream.send(chunk=pb.SnapshotChunk(index=index, data=data))
+        assert stream.next("restore").source == pb.Restore.SENT
+        assert stream.rest()[-1].finish.cached_tokens == 80
+        assert store.asked == []
+
+
+def test_a_read_of_either_kind_is_passed_on() -> None:
+    mine, lent_socket = socket.socketpair()
+    with mine, lent_socket:
+        for request in (command(b"HGET", b"key", b"0"), command(b"GET", b"key\r\nSET")):
+            Lent(lent_socket, [request], [1], lambda: None)
 
 
 def test_others_go_on_while_the_store_is_slow(tmp_path: Path, snapshot: Snapshot) -> None:
@@ -229,7 +296,7 @@ def test_others_go_on_while_the_store_is_slow(tmp_path: Path, snapshot: Snapshot
 
 
 def test_without_a_folder_nothing_is_borrowed() -> None:
-    with pytest.raises(PayloadError, match="no exchange folder"):
+    with pytest.raises(TransferError, match="no exchange folder"):
         borrow(None, "api-1")
 
 
@@ -237,17 +304,17 @@ def test_what_a_store_keeps_ready_is_bounded() -> None:
     """Requests go out two at a time, however many there are."""
     mine, lent_socket = socket.socketpair()
     with mine, lent_socket:
-        lent = Lent(lent_socket, [b"%d\n" % n for n in range(50)], [10] * 50, lambda: None)
+        lent = Lent(lent_socket, list(map(get, range(50))), [10] * 50, lambda: None)
         view, asked = memoryview(bytearray(100)), b""
         for number in range(50):
             assert lent.read(view) == 0, "nothing has come"
             mine.setblocking(False)
             asked += mine.recv(1000) if number < 49 else b""
-            assert asked.count(b"\n") <= number + 2
+            assert asked.count(b"GET") <= number + 2
             mine.sendall(framed(b"%010d" % number))
             assert lent.read(view) == 10
             assert bytes(view[:10]) == b"%010d" % number
-        with pytest.raises(PayloadError, match="ends too early"):
+        with pytest.raises(TransferError, match="ends too early"):
             lent.read(view)
 
 

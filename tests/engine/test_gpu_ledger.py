@@ -137,6 +137,20 @@ def test_a_refusal_says_what_to_change(wanted: Wanted, budget_mib: int, remedies
     assert not missing, message
 
 
+def test_experts_that_stay_on_the_card_are_counted_and_can_be_left_out(demo_store: Store) -> None:
+    wanted = Wanted(context_tokens=4096)
+    kept = replace(wanted, kept_blocks=1000)
+    more_bytes = ledger(SUPER, DENSE, kept).total_bytes - ledger(SUPER, DENSE, wanted).total_bytes
+    assert more_bytes == 1000 * SUPER.block.block_bytes
+    with pytest.raises(MemoryPlanError, match="keep fewer experts on the card"):
+        require(SUPER, DENSE, kept, CARD_MIB * MIB)
+    assert require(SUPER, DENSE, kept, 12288 * MIB)
+    blocks = sum(map(len, demo_store.blocks))
+    for asked_gb, expected in ((0.0, 0), (0.001, int(1e6 / demo_store.layout.block_bytes)), (100.0, blocks)):
+        plan = plan_device(EngineConfig(vram_experts_gb=asked_gb), demo_store, free_bytes=16311 * MIB)
+        assert plan.ledger.wanted.kept_blocks == expected
+
+
 def test_more_sequences_than_a_step_takes_have_a_state_but_no_graph() -> None:
     four, nine = (dict(ledger(SUPER, DENSE, Wanted(sequences, 64)).lines) for sequences in (4, 9))
     same = [name for name in four if "batch sizes" in name or name.startswith(("activations", "logits"))]
@@ -144,6 +158,19 @@ def test_more_sequences_than_a_step_takes_have_a_state_but_no_graph() -> None:
     assert all(nine[name] == four[name] for name in same)
     one = ledgers.state_bytes(SUPER)
     assert nine["states of 9 sequences, SSM and convolution in float32"] == 9 * one
+
+
+def test_rows_for_short_prompts_are_graphs_of_their_own_where_sequences_bring_none() -> None:
+    one, joined, four = (ledger(SUPER, DENSE, wanted) for wanted in (Wanted(), Wanted(joined=True), Wanted(4)))
+    assert joined.wanted.step_rows == (1, 2, 4)
+    own = [
+        2 * ledgers.GRAPH_BYTES,
+        6 * (ledgers.row_bytes(SUPER) + ledgers.sampling_bytes(SUPER.vocab_size) + 4 * (2 + 4096 // PAGE_TOKENS)),
+        ledgers.attention_bytes(SUPER, 6, 4096),
+        *(ledgers.step_bytes(SUPER.block, 32, rows, 22) for rows in (2, 4)),
+    ]
+    assert joined.total_bytes - one.total_bytes == sum(own)
+    assert ledger(SUPER, DENSE, Wanted(4, joined=True)).total_bytes == four.total_bytes
 
 
 def test_every_remedy_is_true() -> None:
@@ -204,7 +231,7 @@ def test_the_engine_refuses_at_start_what_does_not_fit(demo_store: Store) -> Non
 @pytest.mark.parametrize(
     ("card_mib", "settings", "expected"),
     [
-        (8151, {}, (True, 1, 45_376)),
+        (8151, {}, (True, 1, 34_816)),
         (8151, {"context_tokens": 8192}, (True, 2, 8192)),
         (8151, {"max_sequences": 4}, (False, 4, 3072)),
         (7550, {}, (False, 1, 12_288)),
@@ -240,13 +267,15 @@ def test_pictures_are_read_on_a_card_that_has_room_for_them(
 
 
 @pytest.mark.parametrize(
-    ("card_mib", "sequences", "tokens"), [(8151, 1, 47_424), (7550, 1, 12_288), (16_000, 4, 131_072)]
+    ("card_mib", "sequences", "rows", "tokens"),
+    [(8151, 1, (1, 2, 4), 36_736), (7550, 1, (1,), 12_288), (16_000, 4, (1, 2, 3, 4), 131_072)],
 )
 def test_what_is_automatic_fits_the_card(
-    card_mib: int, sequences: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+    card_mib: int, sequences: int, rows: tuple[int, ...], tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Short prompts' rows cost context, but never the last of it."""
     monkeypatch.setattr(planning, "stored_layout", lambda _: DENSE)
     store = cast(Store, SimpleNamespace(config=SUPER, folder=None, vision=lambda: None))
     plan = plan_device(EngineConfig(), store, free_bytes=card_mib * MIB - ledgers.CONTEXT_BYTES)
-    assert (plan.sequences, plan.context_tokens) == (sequences, tokens)
+    assert (plan.sequences, plan.ledger.wanted.step_rows, plan.context_tokens) == (sequences, rows, tokens)
     assert plan.ledger.total_bytes <= card_mib * MIB

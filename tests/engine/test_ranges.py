@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
+from kernels.experts.device.ring import Group, Pass
 from services.engine.gpu import ranges
 from services.engine.gpu.decoder import Decoder
 from services.engine.gpu.expert_sweep import ExpertSweep
@@ -51,7 +51,7 @@ def token() -> None:
     decoder._tokens = decoder._last_waits_ns = 0
     turns = SimpleNamespace(times=lambda: None, serve=lambda turns: turns, retire=lambda: None, stopped=0, waited=0)
     decoder.turns = turns  # type: ignore[assignment]
-    decoder.spent = Anything()  # type: ignore[assignment]
+    decoder.spent, decoder.vram = Anything(), None  # type: ignore[assignment]
     inputs = SimpleNamespace(fill=lambda states: None, host_x=torch.zeros(2, 8))
     decoder.token = SimpleNamespace(inputs=inputs, host_logits=torch.zeros(2))  # type: ignore[assignment]
     decoder.graph = Anything()  # type: ignore[assignment]
@@ -86,14 +86,14 @@ def test_a_sweep_names_its_layers_and_none_spans_a_place_where_others_run(
     monkeypatch.setattr("kernels.linear.sweep.linear", lambda *words, **more: None)
 
     experts = ExpertSweep.__new__(ExpertSweep)
-    experts.layers, experts.experts, experts.group, experts.named_blocks = 1, 2, 1, 0
+    experts.layers, experts.top_k, experts.experts, experts.named_blocks, experts.copied_bytes = 1, 1, 2, 0, 0
+    experts.layout = SimpleNamespace(block_bytes=1)  # type: ignore[assignment]
+    experts.device, experts.up_scales, experts.down_scales = torch.device("cpu"), torch.zeros(1), torch.zeros(1)
     experts.counts, experts.y = torch.zeros(2, dtype=torch.int32), torch.zeros(8, 1)
-    experts.feed = Anything()  # type: ignore[assignment]
-    experts._synchronize = lambda: None  # type: ignore[method-assign]
-    taken = iter([[np.int64(1)], [np.int64(2)], None])
-    experts._take = lambda group: next(taken)  # type: ignore[assignment, method-assign]
-    for name in ("_copy", "_compute", "_let_go"):
-        setattr(experts, name, lambda *words: None)
+    experts.feed, experts.products = Anything(), Anything()  # type: ignore[assignment]
+    groups = iter([Group(1, 1, [Pass(0, 1, 1)]), Group(1, 1, [Pass(1, 1, 1)]), None])
+    experts.ring = Anything()  # type: ignore[assignment]
+    experts.ring.next = lambda counts, stream: next(groups)  # type: ignore[assignment, method-assign]
     order = SimpleNamespace(starts=torch.tensor([0, 1, 2]))
     monkeypatch.setattr("kernels.experts.prefill.order", lambda ids, count: order)
     monkeypatch.setattr("kernels.experts.prefill.combine", lambda *words: None)

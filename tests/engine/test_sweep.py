@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from kernels.experts.host.binding import Host
 from kernels.workers.pool import Workers
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import catalog, open_experts
-from services.engine.gpu.expert_sweep import ExpertSweep, passes
+from services.engine.gpu.expert_sweep import ExpertSweep
 from services.engine.gpu.ledger import sweep_room_bytes
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.model import chunks
@@ -85,7 +86,7 @@ def reader(store: Store, slots: int = 8, tokens: int = 32) -> Reader:
     # What no kernel writes must not be read: nothing of it is finite.
     for buffer in (sweep.x, sweep.normed, sweep.normed32, sweep.latent, sweep.routed, experts.h, experts.y):
         buffer.fill_(torch.nan)
-    experts.ring.fill_(0xFF)
+    experts.places.fill_(0xFF)
     return Reader(sweep, host)
 
 
@@ -138,6 +139,44 @@ def test_few_slots_give_the_same_bits(store: Store, whole: tuple[Tensor, Tensor,
         few.host.close()
 
 
+def test_blocks_that_come_before_the_router_has_named_them_change_nothing(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = replace(
+        SMALL, layers=(LAYER_WORDS["E"],) * 2, vocab_size=64, experts=8, experts_per_token=3, shared_width=32
+    )
+    monkeypatch.setitem(SHAPES, "tiny", shape)
+    found, copied = [], []
+    two_layers = synthesise(tmp_path_factory.mktemp("two"), "tiny")
+    made = reader(two_layers, slots=16)
+    try:
+        for lookups in (1e9, 0):
+            monkeypatch.setattr("services.engine.gpu.expert_sweep.GUESSED_LOOKUPS", lookups)
+            made.alone(PROMPT)  # all that it names is in RAM from now on
+            before, named = made.sweep.experts.copied_bytes, made.sweep.experts.named_blocks
+            found.append(made.alone(PROMPT[:2])[0])
+            named = made.sweep.experts.named_blocks - named
+            copied.append((made.sweep.experts.copied_bytes - before) // two_layers.layout.block_bytes - named)
+        route = made.sweep._route
+
+        def failing(*words: Any) -> None:
+            if made.sweep.experts.feed.guessed is not None:
+                raise RuntimeError("given up")
+            route(*words)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(made.sweep, "_route", failing)
+            with pytest.raises(RuntimeError, match="given up"):
+                made.alone(PROMPT[:2])
+        made.host.check()
+        assert torch.equal(made.alone(PROMPT[:2])[0], found[0])
+    finally:
+        made.host.close()
+    assert torch.equal(*found)
+    assert copied[0] == 0, "each named block once"
+    assert copied[1] > 0, "others came too, so that there was a guess"
+
+
 def test_a_sweep_that_is_given_up_lets_go_of_everything(shared: Reader, whole: tuple[Tensor, Tensor, Tensor]) -> None:
     state = shared.state(len(PROMPT))
     running = shared.sweep.run([Segment(state, PROMPT)], [state])
@@ -156,17 +195,6 @@ def test_rows_of_pictures_stand_for_their_places(shared: Reader, whole: tuple[Te
     state = shared.state(len(ids))
     assert torch.equal(shared.read(Segment(state, ids, [rows[3:5], rows[5:9]]))[0], whole[0])
     state.release()
-
-
-def test_a_large_group_is_computed_in_passes() -> None:
-    made = passes([(7, 0, 3), (9, 1, 10), (2, 2, 1)], most_rows=4)
-    assert [[(i.expert, i.slot, i.h_row, i.first, i.most) for i in items] for items, _ in made] == [
-        [(7, 0, 0, 0, 3), (9, 1, 3, 0, 1)],
-        [(9, 1, 0, 1, 4)],
-        [(9, 1, 0, 5, 4)],
-        [(9, 1, 0, 9, 1), (2, 2, 1, 0, 1)],
-    ]
-    assert [most for _, most in made] == [3, 4, 4, 1]
 
 
 def test_chunks_of_several_prompts() -> None:

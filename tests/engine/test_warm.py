@@ -9,9 +9,9 @@ import pytest
 from demo_engine import demo
 
 from services.engine.experts.store import Store
-from services.engine.experts.warm import NAME, WarmSet
+from services.engine.experts.warm import NAME, Warm, WarmSet
 
-KEYS = np.array([5, 3, 9, 0], np.int32)
+KEYS = Warm(np.array([5, 3, 9, 0], np.int32), np.arange(10, dtype=np.uint32) << 28)
 
 
 def warm_set(folder: Path, fingerprint: str = "abc", blocks: int = 10) -> WarmSet:
@@ -19,9 +19,11 @@ def warm_set(folder: Path, fingerprint: str = "abc", blocks: int = 10) -> WarmSe
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
-    assert warm_set(tmp_path).load().tolist() == []
+    nothing = warm_set(tmp_path).load()
+    assert (nothing.keys.tolist(), nothing.heat.tolist()) == ([], [])
     warm_set(tmp_path).save(KEYS)
-    assert warm_set(tmp_path).load().tolist() == KEYS.tolist()
+    found = warm_set(tmp_path).load()
+    assert (found.keys.tolist(), found.heat.tolist()) == (KEYS.keys.tolist(), KEYS.heat.tolist())
     assert [path.name for path in tmp_path.iterdir()] == [NAME], "nothing is left beside it"
 
 
@@ -33,7 +35,7 @@ def test_what_does_not_match_is_refused(tmp_path: Path, change: str, caplog: pyt
     if change == "byte":
         data[-3] ^= 1
     elif change == "head":
-        data = bytearray(data.replace(b'"version": 1', b'"version": 2'))
+        data = bytearray(data.replace(b'"version": 2', b'"version": 1'))
     elif change == "cut":
         del data[-4:]
     elif change == "no file of ours":
@@ -43,32 +45,32 @@ def test_what_does_not_match_is_refused(tmp_path: Path, change: str, caplog: pyt
     path.write_bytes(data)
     reader = warm_set(tmp_path, "xyz" if change == "other model" else "abc", 9 if change == "fewer experts" else 10)
     with caplog.at_level(logging.WARNING):
-        assert reader.load().tolist() == []
+        assert reader.load().keys.tolist() == []
     assert "the expert cache starts empty" in caplog.text
     warm_set(tmp_path).save(KEYS)
-    assert warm_set(tmp_path).load().tolist() == KEYS.tolist(), "the next save mends it"
+    assert warm_set(tmp_path).load().keys.tolist() == KEYS.keys.tolist(), "the next save mends it"
 
 
 def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     missing = WarmSet(tmp_path / "missing" / NAME, "abc", 10)
     with caplog.at_level(logging.WARNING):
         missing.save(KEYS)
-        missing.save(KEYS[:2])
+        missing.save(Warm(KEYS.keys[:2], KEYS.heat))
     assert caplog.text.count("cannot be written") == 1
-    missing.save(np.empty(0, np.int32))
+    missing.save(Warm(np.empty(0, np.int32), KEYS.heat))
 
 
 def test_it_is_saved_from_time_to_time(tmp_path: Path) -> None:
     kept, asked = warm_set(tmp_path), threading.Event()
 
-    def resident() -> np.ndarray:
+    def resident() -> Warm:
         asked.set()
         return KEYS
 
     kept.keep(resident, every_s=0.01)
     assert asked.wait(20)
     kept.close()
-    assert warm_set(tmp_path).load().tolist() == KEYS.tolist()
+    assert warm_set(tmp_path).load().keys.tolist() == KEYS.keys.tolist()
 
 
 def answer(store: Store, folder: Path) -> tuple[list[int], float, float]:

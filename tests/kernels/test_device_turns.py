@@ -119,6 +119,30 @@ def test_a_cache_smaller_than_the_model_gives_the_same_bits(catalog: Catalog, sl
             assert torch.equal(run(small, Method("split", share=9), given), whole), count
 
 
+def test_blocks_in_the_cards_memory_give_the_same_bits(catalog: Catalog, slots: SharedSlots) -> None:
+    given = inputs(2, seed=11)
+    whole = run(slots, Method("split", share=9), given)
+    with opened(catalog, 3, LAYERS * EXPERTS) as own:
+        own.keep_in_vram(25, torch.device("cuda"))
+        assert own.vram is not None
+        rig = Rig(own, LAYERS, 2, TOP_K, Method("split", share=9))
+        rig.fill(*given)
+        for _ in range(4):
+            rig.replay()
+            assert torch.equal(rig.out.cpu(), whole)
+            own.vram.improve()
+        assert len(own.vram.held()) == 25
+        before = rig.turns.times().vram_experts
+        rig.replay()
+        assert torch.equal(rig.out.cpu(), whole)
+        assert rig.turns.times().vram_experts == before + 25
+        own.vram.memory.zero_()
+        rig.replay()
+        assert not torch.equal(rig.out.cpu(), whole), "it is there that they are read"
+        rig.close()
+        own.host.check()
+
+
 @pytest.mark.parametrize("value", [1.0, -1.0, 0.0], ids=["none alive", "all alive", "zero"])
 def test_alive_sets_that_are_empty_or_full(slots: SharedSlots, catalog: Catalog, value: float) -> None:
     ids, weights, x = inputs(1, seed=8)

@@ -11,6 +11,7 @@ from services.tools.bench_decode_disk import (
     OURS,
     PLAIN,
     THEIRS,
+    VRAM,
     Found,
     cases,
     few_experts,
@@ -33,12 +34,13 @@ def test_the_hidden_share_is_of_the_time_that_reading_takes_one_by_one() -> None
 
 
 def test_rows_name_the_method_and_the_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = argparse.Namespace(trace="calibrated", threads=7, out=tmp_path / "a-machine.csv")
+    args = argparse.Namespace(trace="calibrated", threads=7, out=tmp_path / "a-machine.csv", vram=0.0)
     for way in (OURS, THEIRS):
         tell(args, way, 0.24, 7.0, Found(20.0, Reads(4e5, 1e5, 5e4), 39.0, 40.0, 100.0, 4.0, 44.0, 0))
     rows = args.out.read_text().splitlines()
     assert [row.split(",")[3:5] for row in rows[1:]] == [
         ["decode.tok_s_ram24", "25"],
+        ["decode.hidden_ram24", "0.909091"],
         ["decode.published_tok_s_ram24", "25"],
     ]
     assert "91%" in rows[1]
@@ -56,8 +58,11 @@ def test_a_machine_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_quick_is_the_two_ends() -> None:
     args = argparse.Namespace(quick=True, share=[0.24, 0.33], disk=[7.0, 12.0])
     assert cases(args) == [(0.24, 7.0, PLAIN), (0.24, 7.0, THEIRS), (0.33, 12.0, PLAIN), (0.33, 12.0, THEIRS)]
-    whole = cases(argparse.Namespace(quick=False, share=[0.24, 0.33], disk=[7.0, 12.0]))
+    args = argparse.Namespace(quick=False, share=[0.24, 0.33], disk=[7.0, 12.0], vram=0.0)
+    whole = cases(args)
     assert len(whole) == 8
+    args.vram = 4.0
+    assert [case for case in cases(args) if case not in whole] == [(0.24, 7.0, VRAM), (0.33, 7.0, VRAM)]
     assert len([case for case in whole if case[2] is PLAIN]) == 4, "the plan is checked in four"
 
 

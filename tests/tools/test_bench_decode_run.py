@@ -72,7 +72,7 @@ class Peaks:
 def scripted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     @contextmanager
     def sequences(_: object, count: int) -> Iterator[list[object]]:
-        yield [object()] * count
+        yield [SimpleNamespace(ids=[0] * 63) for _ in range(count)]
 
     rates = SimpleNamespace(copy=lambda: 50.0, together=lambda: (60.0, 40.0))
     embeddings = SimpleNamespace(read_through=lambda: None)
@@ -111,8 +111,10 @@ def test_a_whole_run(
 
     opened = [entry for entry in scripted if entry.startswith("open")]
     assert opened[0] == "open split x1"
-    assert opened[1:-3] == [f"open {method.name} x1" for method in PUBLISHED], "each variant is tried"
-    assert opened[-3:] == [f"open {BEST.name} x1", "open split x3", "open split x1"], "the best; batches; few threads"
+    assert opened[1:-6] == [f"open {method.name} x1" for method in PUBLISHED], "each variant is tried"
+    assert opened[-6] == f"open {BEST.name} x1"
+    assert opened[-5:-2] == ["open split x1", "open split x2", "open split x4"], "tokens of one sequence"
+    assert opened[-2:] == ["open split x3", "open split x1"], "batches; few threads"
     assert len(scripted) == 2 * len(opened), "all are closed"
 
     printed = capsys.readouterr().out
@@ -133,6 +135,7 @@ def test_a_whole_run(
     assert value("published_tok_s", BEST.name) == pytest.approx(1e3 / BEST_MS, rel=1e-4)
     assert value("peak_vram_gb", "batch 1") == pytest.approx(7002 / 1024, rel=1e-4)
     assert value("peak_vram_gb", "batch 3") == pytest.approx(7004 / 1024, rel=1e-4)
+    assert [value("union", f"{rows} of one sequence") for rows in (1, 2, 4)] == pytest.approx([0.02, 0.014, 0.011])
     assert value("ours_cpu_ms") == pytest.approx(7.8)
     assert value("ours_rest_ms") == pytest.approx(20 - 4 - 7.1 - 7.8 - 0.6)
     assert value("over_floor", "9 threads") == pytest.approx(20 / value("floor_ms"), rel=1e-4)

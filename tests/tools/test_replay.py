@@ -34,6 +34,19 @@ def test_sequences_know_nothing_of_each_other() -> None:
     assert float(common) == pytest.approx(22 / 512, abs=0.02)
 
 
+def test_tokens_of_one_sequence_at_once() -> None:
+    trace = replay.make(SUPER, 9, 2, 512, seed=4)
+    joined = trace.joined(4)
+    assert joined.ids.shape == (2, 40, 4, 22)
+    for token in range(8):
+        assert torch.equal(joined.ids[token // 4, :, token % 4], trace.ids[token, :, 0])
+        assert torch.equal(joined.x[token // 4, :, token % 4], trace.x[token, :, 0])
+    assert trace.joined(1).union() == 22
+    assert trace.joined(2).union() == pytest.approx(22 * 1.6, rel=0.02)
+    assert 22 * 2 < joined.union() < 22 * 2.8
+    assert trace.union() == pytest.approx(22 * 2 - 22 * 22 / 512, rel=0.02), "two sequences share only by chance"
+
+
 def test_a_seed_is_a_trace() -> None:
     one, two, other = (replay.make(SMALL, 4, 1, 32, seed=seed) for seed in (5, 5, 6))
     assert torch.equal(one.ids, two.ids)

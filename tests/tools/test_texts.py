@@ -85,3 +85,13 @@ def test_missing_files_are_named(demo_checkpoint: Path, tmp_path: Path) -> None:
         list(Texts(demo_checkpoint, window=8).windows(tmp_path / "absent.txt"))
     with pytest.raises(TextError, match=r"tokenizer\.json"):
         Texts(tmp_path, window=8)
+
+
+def test_a_checkpoint_s_template_cannot_reach_python(demo_checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (tmp_path / name).write_bytes((demo_checkpoint / name).read_bytes())
+    assert list(Texts(tmp_path, window=1024).windows(VECTORS / "chats.jsonl"))
+    for bad in ("{{ cycler.__init__.__globals__.os.getpid() }}", "{% for %}", "{{ 'x' * 10 ** 10 }}"):
+        (tmp_path / "chat_template.jinja").write_text(bad)
+        with pytest.raises(TextError, match="does not render"):
+            list(Texts(tmp_path, window=1024).windows(VECTORS / "chats.jsonl"))

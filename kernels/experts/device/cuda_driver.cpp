@@ -26,6 +26,7 @@ const CudaDriver* CudaDriver::load(std::string& reason) {
     find(driver.event_create, "cuEventCreate");
     find(driver.event_destroy, "cuEventDestroy_v2");
     find(driver.event_record, "cuEventRecord");
+    find(driver.event_synchronize, "cuEventSynchronize");
     find(driver.stream_wait_event, "cuStreamWaitEvent");
     find(driver.stream_write_value, "cuStreamWriteValue32_v2");
     find(driver.error_string, "cuGetErrorString");

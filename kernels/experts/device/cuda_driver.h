@@ -23,6 +23,7 @@ struct CudaDriver {
   Status (*event_create)(Handle*, unsigned flags);
   Status (*event_destroy)(Handle);
   Status (*event_record)(Handle, Handle stream);
+  Status (*event_synchronize)(Handle);
   Status (*stream_wait_event)(Handle stream, Handle, unsigned flags);
   Status (*stream_write_value)(Handle stream, Address, uint32_t, unsigned flags);
   Status (*error_string)(Status, const char**);

@@ -87,8 +87,8 @@ void Turns::retire() {
   turn_ = load(memory_.posted);
 }
 
-int Turns::share(int ready, int waiting) {
-  const int most = std::min(ready, shape_.items);
+int Turns::share(int ready, int waiting, int own) {
+  const int most = std::min(ready, shape_.items - own);
   const auto take = [&](int taken) {
     taken_ = taken;
     left_ = ready + waiting - taken;
@@ -97,7 +97,7 @@ int Turns::share(int ready, int waiting) {
   };
   if (fixed_share_ >= 0) return take(std::min(most, fixed_share_));
   // Fractions are carried to the next turn, so that a share of 8.4 is 8 and 9 in turn.
-  const double wanted = share_ * double(ready) / double(std::max(1, ready + waiting)) + carry_;
+  const double wanted = share_ * double(ready) / double(std::max(1, ready + waiting + own)) + carry_;
   const int taken = std::min(most, std::max(0, int(wanted)));
   carry_ = std::min(1.0, std::max(0.0, wanted - taken));
   return take(taken);
@@ -110,9 +110,11 @@ void Turns::begin(const std::vector<Item>& items, const std::vector<int32_t>& so
   const bool copies = route_ != Route::in_place;
   for (int item = 0; item < count; item++) {
     const auto in_place = reinterpret_cast<int64_t>(items[size_t(item)].block);
+    const bool own = items[size_t(item)].own;
+    times_.vram_experts += own;
     const int64_t staged = int64_t(staging_) + item * catalog_.shape.block_bytes;
-    memory_.plan[shape_.plan_table + 2 * item] = copies ? staged : in_place;
-    memory_.plan[shape_.plan_table + 2 * item + 1] = route_ == Route::copy_block ? staged : in_place;
+    memory_.plan[shape_.plan_table + 2 * item] = copies && !own ? staged : in_place;
+    memory_.plan[shape_.plan_table + 2 * item + 1] = route_ == Route::copy_block && !own ? staged : in_place;
     const float scales[2] = {catalog_.up_scales[size_t(items[size_t(item)].key)],
                              catalog_.down_scales[size_t(items[size_t(item)].key)]};
     std::memcpy(memory_.plan + shape_.plan_scale + item, scales, sizeof scales);
@@ -129,7 +131,8 @@ void Turns::begin(const std::vector<Item>& items, const std::vector<int32_t>& so
   int item = 0;
   for (size_t wave = 0; wave < shape_.wave_ends.size(); wave++) {
     for (; item < std::min(count, shape_.wave_ends[wave]); item++)
-      lanes_->copy(staging_ + uint64_t(item) * uint64_t(catalog_.shape.block_bytes), items[size_t(item)].block, bytes);
+      if (!items[size_t(item)].own)
+        lanes_->copy(staging_ + uint64_t(item) * uint64_t(catalog_.shape.block_bytes), items[size_t(item)].block, bytes);
     lanes_->announce(reinterpret_cast<uint64_t>(memory_.planned) + wave * CACHE_LINE, turn_);
   }
   times_.plan_ns += ns_between(seen_, Clock::now());
@@ -145,6 +148,7 @@ void Turns::demanded() {
       const int32_t id = memory_.ids[lookups + row * shape_.top_k + rank];
       if (id < 0) continue;  // no guess
       const Key key = next * catalog_.experts + id;
+      if (own(key)) continue;
       if (std::find(hints_.begin(), hints_.end(), key) == hints_.end()) hints_.push_back(key);
     }
   }

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "kernels/experts/device/copy_lanes.h"
+#include "kernels/experts/device/vram_slots.h"
 #include "kernels/experts/host/step.h"
 
 namespace thimble {
@@ -57,6 +58,9 @@ class Turns final : private Partner {
   // Copies go to `staging` (device address, items * block_bytes), announced wave by wave.
   void copy_through(const CudaDriver&, CudaDriver::Handle context, Route, CudaDriver::Address staging, int lanes);
 
+  // Blocks that the GPU has in its own memory; they must outlive us.
+  void use(const VramSlots* vram) { vram_ = vram; }
+
   // Which part of the hits the GPU takes: a fixed number of experts a turn; or negative: as many as makes both finish
   // together, found while running from `initial`.
   void set_share(int fixed, double initial);
@@ -71,6 +75,7 @@ class Turns final : private Partner {
 
   struct Times {
     int64_t turns = 0, gpu_experts = 0, host_experts = 0;
+    int64_t vram_experts = 0;  // of the GPU's, those whose blocks it had
     int64_t host_ns = 0;   // from the post to the host's results, the plan included
     int64_t plan_ns = 0;   // of it, until the GPU is told what it computes
     int64_t idle_ns = 0;   // from those to the next post: the GPU computes what follows, or is later than we
@@ -80,7 +85,9 @@ class Turns final : private Partner {
 
  private:
   int layer() const { return memory_.ids[shape_.rows * shape_.top_k + shape_.guesses]; }
-  int share(int ready, int waiting) override;
+  int room() const override { return shape_.items; }
+  const uint8_t* own(Key key) const override { return vram_ ? vram_->find(key) : nullptr; }
+  int share(int ready, int waiting, int own) override;
   void begin(const std::vector<Item>& items, const std::vector<int32_t>& source) override;
   void demanded() override;
   void adapt(int64_t host_ns);
@@ -95,11 +102,12 @@ class Turns final : private Partner {
   Route route_ = Route::in_place;
   std::unique_ptr<CopyLanes> lanes_;
   CudaDriver::Address staging_ = 0;
+  const VramSlots* vram_ = nullptr;
 
   int fixed_share_ = 0;
   double share_ = 0, carry_ = 0;
   std::vector<Key> hints_;
-  int taken_ = 0, left_ = 0;  // experts of the turn in hand: the GPU's and the workers'
+  int taken_ = 0, left_ = 0;  // experts of the turn in hand: the GPU's out of RAM, and the workers'
   std::chrono::steady_clock::time_point seen_;  // when the turn in hand was
   Times times_;
 };

@@ -18,6 +18,7 @@ import triton
 from kernels.experts import handoff
 from kernels.experts.decode_step import ExpertStep
 from kernels.experts.device.drive import current_context
+from kernels.experts.device.vram_slots import VramSlots
 from kernels.experts.host.binding import Host
 from kernels.experts.host.replay import hinted
 from kernels.workers.pool import native
@@ -57,10 +58,13 @@ class Times:
     idle_ns: int
     waited_ns: int
     share_thousandths: int
+    vram_experts: int = 0  # of the GPU's, those whose blocks it had in its own memory
 
 
 class SharedSlots:
     """A host library's slots, page-locked so that the GPU can read them. `close` before the host is closed.
+
+    `vram`: blocks that the GPU has in its own memory, too, if some are kept there; closed with these.
 
     Locked in steps of whole blocks, as many as the system allows. Where it refuses (WSL2: at about half of its RAM),
     the host gives the other slots up, and `notice` says so. Raises HandoffError if not even `least` slots are allowed.
@@ -69,6 +73,7 @@ class SharedSlots:
     def __init__(self, host: Host, least: int = 1) -> None:
         self.host = host
         self.notice = ""
+        self.vram: VramSlots | None = None
         self.start, size_bytes = host.memory()
         block_bytes = host.catalog.layout.block_bytes
         step_bytes = max(1, LOCKED_AT_ONCE_BYTES // block_bytes) * block_bytes
@@ -96,7 +101,14 @@ class SharedSlots:
             f"the cache is as large as that: {what}"
         )
 
+    def keep_in_vram(self, slots: int, device: torch.device) -> None:
+        """From now on the hottest blocks, before any turns are made."""
+        self.vram = VramSlots(self.host, slots, device)
+
     def close(self) -> None:
+        if self.vram is not None:
+            self.vram.close()
+            self.vram = None
         while self.pieces:
             torch.cuda.cudart().cudaHostUnregister(self.pieces.pop()[0])  # type: ignore[no-untyped-call]
 
@@ -156,6 +168,8 @@ class Turns:
                 (ctypes.c_int32 * len(sizes))(*sizes),
             )
         )
+        if slots.vram is not None:
+            self.library.thimble_turns_use(self.handle, slots.vram.handle)
         self.staging: Tensor | None = None
 
     def copy_through(self, route: Route, lanes: int = 2) -> None:

@@ -44,6 +44,11 @@ THIMBLE_API int thimble_turns_copy_through(void* turns, void* context, int route
   return 1;
 }
 
+// `vram`: an open VramSlots, or null. It must outlive the turns.
+THIMBLE_API void thimble_turns_use(void* turns, const void* vram) {
+  static_cast<Turns*>(turns)->use(static_cast<const VramSlots*>(vram));
+}
+
 THIMBLE_API void thimble_turns_share(void* turns, int fixed, double initial) {
   static_cast<Turns*>(turns)->set_share(fixed, initial);
 }
@@ -71,13 +76,14 @@ THIMBLE_API int thimble_turns_retire(void* turns, char* message, int64_t message
 
 // The names of thimble_turns_times' values, in its order.
 THIMBLE_API const char* thimble_turns_time_names() {
-  return "turns gpu_experts host_experts host_ns plan_ns idle_ns waited_ns share_thousandths";
+  return "turns gpu_experts host_experts vram_experts host_ns plan_ns idle_ns waited_ns share_thousandths";
 }
 
 THIMBLE_API void thimble_turns_times(void* turns, int64_t* out) {
   const Turns& t = *static_cast<Turns*>(turns);
   const Turns::Times& times = t.times();
-  const int64_t values[] = {times.turns,   times.gpu_experts, times.host_experts, times.host_ns,
-                            times.plan_ns, times.idle_ns,     times.waited_ns,    int64_t(t.share_now() * 1000)};
+  const int64_t values[] = {times.turns,   times.gpu_experts, times.host_experts, times.vram_experts,
+                            times.host_ns, times.plan_ns,     times.idle_ns,      times.waited_ns,
+                            int64_t(t.share_now() * 1000)};
   std::memcpy(out, values, sizeof values);
 }

@@ -113,6 +113,18 @@ THIMBLE_API void thimble_host_warm(void* host, const int32_t* keys, int count) {
   host_of(host).cache->warm(keys, size_t(count));
 }
 
+// How hot each block is (heat.h), counts [layers * experts].
+THIMBLE_API void thimble_host_heat(void* host, uint32_t* counts) {
+  const Heat& heat = host_of(host).step->heat();
+  for (Key key = 0; key < heat.keys(); key++) counts[key] = heat.of(key);
+}
+
+// What it was before a restart. Before the first step.
+THIMBLE_API void thimble_host_set_heat(void* host, const uint32_t* counts) {
+  Heat& heat = host_of(host).step->heat();
+  for (Key key = 0; key < heat.keys(); key++) heat.set(key, counts[key]);
+}
+
 // Only before anything was asked for.
 THIMBLE_API void thimble_host_shrink(void* host, int slots) { host_of(host).cache->shrink(slots); }
 

@@ -130,6 +130,7 @@ def _library() -> ctypes.CDLL:
     lib.thimble_host_prefetch.argtypes = (pointer, number, pointer, number)
     lib.thimble_host_resident.argtypes = (pointer, pointer)
     lib.thimble_host_warm.argtypes = (pointer, pointer, number)
+    lib.thimble_host_heat.argtypes = lib.thimble_host_set_heat.argtypes = (pointer, pointer)
     lib.thimble_host_shrink.argtypes = (pointer, number)
     lib.thimble_host_prefetching.argtypes = (pointer,)
     lib.thimble_host_counter_names.restype = text
@@ -250,6 +251,19 @@ class Host:
         if array.ndim != 1 or ((array < 0) | (array >= self.catalog.offsets.size)).any():
             raise ValueError(f"warm: a key is not of this model {self.shape}")
         _library().thimble_host_warm(self._open(), array.ctypes.data, array.size)
+
+    def heat(self) -> npt.NDArray[np.uint32]:
+        """How often decode has named each block of late, [layers * experts]: a count that halves now and then."""
+        counts = np.empty(self.catalog.offsets.size, np.uint32)
+        _library().thimble_host_heat(self._open(), counts.ctypes.data)
+        return counts
+
+    def set_heat(self, counts: npt.NDArray[np.uint32]) -> None:
+        """What `heat` said before a restart; before the first step. Raises ValueError if it is of another model."""
+        array = np.ascontiguousarray(counts, np.uint32)
+        if array.shape != (self.catalog.offsets.size,):
+            raise ValueError(f"heat: {array.shape} counts for a model of {self.catalog.offsets.size} blocks")
+        _library().thimble_host_set_heat(self._open(), array.ctypes.data)
 
     def shrink(self, slots: int) -> None:
         """Give the last slots up, for memory that cannot be page-locked; before the first step or hint."""

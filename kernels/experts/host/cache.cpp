@@ -139,6 +139,12 @@ void Cache::release(const Lease& lease) {
   if (unstuck) work_.notify_one();
 }
 
+bool Cache::lease_if_ready(Key key, Lease* lease) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const Slot* slot = table_.find(key);
+  return slot && slot->state == State::ready && table_.lease(key, lease, Why::warm);
+}
+
 void Cache::prefetch(int layer, const Key* keys, size_t count) {
   {
     std::lock_guard<std::mutex> lock(mutex_);

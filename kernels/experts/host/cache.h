@@ -82,11 +82,14 @@ class Cache {
   Found demand(Key, Why, bool alone, Waiter*, int tag, Lease*);
   void demands_made();
   void release(const Lease&);
+  // Leases a block for who only looks at it: neither hit nor miss. False if it is not there.
+  bool lease_if_ready(Key, Lease*);
   // No lease is out but a partner's; nothing demanded is on its way. The step waited for the disk that long.
   void end_step(int64_t waited_ns);
 
   // A feed of one layer's blocks begins (feed.h); no other is open. At most `ahead` blocks are leased to it at once, fewer if
-  // slots are few. False, and nothing is begun, if there is no slot for it beside a step's.
+  // slots are few. False, and nothing is begun, if there is no slot for it beside a step's. counts null: it is guessed, until a
+  // second call.
   bool begin_feed(int layer, const int32_t* counts, int64_t tokens, int ahead);
   // Up to `most` blocks, at least one, as soon as there is one. 0: none is left, or some must be given back before another
   // can come (feed_over() says which). -1: one could not be had, *error says which.

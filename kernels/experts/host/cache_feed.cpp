@@ -11,11 +11,17 @@ namespace thimble {
 bool Cache::begin_feed(int layer, const int32_t* counts, int64_t tokens, int ahead) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    assert(!feed_.open());
+    assert(!feed_.open() || (counts && feed_.guessed() && feed_.first() == layer * catalog_.experts));
     if (table_.size() < 2) return false;
     const Key first = layer * catalog_.experts;
+    if (!counts) {
+      feed_.guess(table_, first, catalog_.experts, std::min(ahead, table_.size() / 2));
+      return true;
+    }
     if (!expected_marks_.empty() && expected_marks_.front() / catalog_.experts == layer) drop_expected();
-    counts_.misses += feed_.begin(table_, first, catalog_.experts, counts, tokens, std::min(ahead, table_.size() / 2));
+    int hits = 0;
+    counts_.misses += feed_.begin(table_, first, catalog_.experts, counts, tokens, std::min(ahead, table_.size() / 2), &hits);
+    counts_.hits += hits;
   }
   work_.notify_all();
   return true;

@@ -4,16 +4,42 @@
 
 namespace thimble {
 
-int Feed::begin(SlotTable& table, Key first, int experts, const int32_t* counts, int64_t tokens, int most) {
-  open_ = true;
+void Feed::guess(SlotTable& table, Key first, int experts, int most) {
+  open_ = guessed_ = true;
   stuck_ = false;
+  error_.clear();
+  first_ = first;
+  tokens_ = INT64_MAX;  // of whose lookups these are few: a sweep's, whatever else they turn out to be
+  counts_.assign(size_t(experts), 1);
+  most_ = most;
+  for (Key key = first; key < first + experts; key++) {
+    const Slot* slot = table.find(key);
+    if (!slot || slot->state != State::ready) continue;
+    resident_.push_back(key);
+    table.want(key, Wanted::now);
+  }
+}
+
+int Feed::begin(SlotTable& table, Key first, int experts, const int32_t* counts, int64_t tokens, int most, int* hits) {
+  std::vector<bool> here(size_t(experts), false);  // or was, and is copied
+  for (const Out& out : out_) here[size_t(out.key - first)] = true;
+  for (const Key key : resident_) table.want(key, Wanted::no);
+  resident_.clear();
+  open_ = true;
+  guessed_ = stuck_ = false;
   error_.clear();
   first_ = first;
   tokens_ = tokens;
   counts_.assign(counts, counts + experts);
   most_ = most;
+  for (const Out& out : out_) {
+    if (counts_[size_t(out.key - first)] <= 0) continue;
+    ++*hits;
+    Lease lease;  // which tells the policy what the block is needed for
+    if (why(out.key) != Why::sweep && table.lease(out.key, &lease, why(out.key))) table.release(lease);
+  }
   for (Key key = first; key < first + experts; key++) {
-    if (counts_[size_t(key - first)] <= 0) continue;
+    if (counts_[size_t(key - first)] <= 0 || here[size_t(key - first)]) continue;
     const Slot* slot = table.find(key);
     (slot && slot->state == State::ready ? resident_ : missing_).push_back(key);
     table.want(key, Wanted::now);
@@ -35,7 +61,7 @@ void Feed::end(SlotTable& table) {
   arrived_.clear();
   out_.clear();
   read_ = resident_out_ = 0;
-  open_ = false;
+  open_ = guessed_ = false;
 }
 
 void Feed::started(SlotTable& table, const Lease& lease, bool ready) {
@@ -77,6 +103,7 @@ int Feed::take(SlotTable& table, Block* out, int most, int* hits, int* lost) {
     resident_.pop_front();
     const Slot* slot = table.find(key);
     if (!slot || slot->state != State::ready) {
+      if (guessed_) continue;
       missing_.push_back(key);
       ++*lost;
       continue;
@@ -85,7 +112,7 @@ int Feed::take(SlotTable& table, Block* out, int most, int* hits, int* lost) {
     table.lease(key, &lease, why(key));
     table.want(key, Wanted::no);
     resident_out_++;
-    ++*hits;
+    if (!guessed_) ++*hits;
     hand_out(out + count++, key, lease, false);
   }
   for (; count < most && !arrived_.empty(); count++) {
@@ -97,7 +124,7 @@ int Feed::take(SlotTable& table, Block* out, int most, int* hits, int* lost) {
 
 void Feed::hand_out(Block* to, Key key, const Lease& lease, bool read) {
   *to = {key, lease, first_number_ + int64_t(out_.size())};
-  out_.push_back({lease, read, false});
+  out_.push_back({lease, key, read, false});
 }
 
 Key Feed::awaited(const SlotTable& table) const {

@@ -8,6 +8,9 @@
 //        v                                                           |
 //   missing (in the order of the file) --> coming (leased) --> arrived (leased)
 //
+// Before it is known what the piece names, a feed may be guessed: it hands out those that are in RAM, of all experts. begin() of
+// the same layer then says what is named; what is out stays out, and nothing is handed out twice.
+//
 // Few slots are enough: no more than `most` blocks are leased at once, coming and arrived ones included, and half of that may
 // be read ones, so that neither kind keeps the other out. Of the residents none is leased before its turn; the table spares
 // them (slots.h), and what a step needs so badly that it takes one all the same is read again.
@@ -43,8 +46,13 @@ class Feed {
   int most() const { return open_ ? most_ : 0; }
   const std::string& error() const { return error_; }
 
-  // counts[experts]: how many of so many tokens name each. Returns how many blocks are not in RAM.
-  int begin(SlotTable&, Key first, int experts, const int32_t* counts, int64_t tokens, int most);
+  // All experts of a layer that are in RAM may be named: they are handed out, and nothing is read.
+  void guess(SlotTable&, Key first, int experts, int most);
+  bool guessed() const { return guessed_; }
+  Key first() const { return first_; }
+  // counts[experts]: how many of so many tokens name each. After a guess, its blocks that are out count: *hits of them are
+  // named. Returns how many blocks are not in RAM.
+  int begin(SlotTable&, Key first, int experts, const int32_t* counts, int64_t tokens, int most, int* hits);
   // Ends what is leased; blocks on their way may arrive.
   void end(SlotTable&);
 
@@ -75,6 +83,7 @@ class Feed {
  private:
   struct Out {
     Lease lease;
+    Key key;
     bool read, returned;
   };
 
@@ -84,7 +93,7 @@ class Feed {
   int most_resident() const { return most_ > 1 ? most_ - most_read() : 1; }
   void hand_out(Block* to, Key, const Lease&, bool read);
 
-  bool open_ = false, stuck_ = false;
+  bool open_ = false, guessed_ = false, stuck_ = false;
   std::string error_;
   Key first_ = 0;
   int64_t tokens_ = 0;

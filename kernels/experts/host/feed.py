@@ -2,6 +2,7 @@
 
 What comes in which order, and how a feed goes with steps that run meanwhile: feed.h. Owns no memory and copies nothing.
 
+    feed.guess(layer)  # or not
     feed.begin(layer, counts, tokens)
     while (blocks := feed.take(16)) is not None:
         copy each; release those whose copies an event says are done (at the latest when take gives an empty list)
@@ -56,6 +57,7 @@ class Feed:
         self.host = host
         self.ahead = ahead
         self.open = False
+        self.guessed: int | None = None  # the layer, if no begin() has said yet what it names
         self._message = ctypes.create_string_buffer(_MESSAGE_BYTES)
         self._taken = np.zeros((MOST_TAKEN, 3), np.int64)
 
@@ -64,14 +66,27 @@ class Feed:
 
         Raises HostError if the cache has a single slot, ValueError on a layer or counts that are not of this model.
         """
-        assert not self.open, "the last feed has not ended"
+        assert not self.open or self.guessed == layer, "the last feed has not ended"
         array = np.ascontiguousarray(counts, np.int32)
         layers, experts = self.host.shape
         if not 0 <= layer < layers or array.shape != (experts,):
             raise ValueError(f"feed: layer {layer} and counts {array.shape} of a model {self.host.shape}")
         if _library().thimble_feed_begin(self.host.address, layer, array.ctypes.data, tokens, self.ahead):
             raise HostError("an expert cache of one slot cannot feed a GPU: give it at least two")
-        self.open = True
+        self.open, self.guessed = True, None
+
+    def guess(self, layer: int) -> None:
+        """A piece will name all but few of this layer's experts: take() gives those that are in RAM. begin() of the
+        same layer then says what is named; of that, nothing that a guess gave comes again.
+
+        Raises HostError if the cache has a single slot, ValueError on a layer that is not of this model.
+        """
+        assert not self.open, "the last feed has not ended"
+        if not 0 <= layer < self.host.shape[0]:
+            raise ValueError(f"feed: layer {layer} of a model {self.host.shape}")
+        if _library().thimble_feed_begin(self.host.address, layer, None, 0, self.ahead):
+            raise HostError("an expert cache of one slot cannot feed a GPU: give it at least two")
+        self.open, self.guessed = True, layer
 
     def take(self, most: int, timeout_s: float = TIMEOUT_S) -> list[Block] | None:
         """Up to `most` blocks, at least one, as soon as there is one; the GIL is released meanwhile.
@@ -120,4 +135,4 @@ class Feed:
         """
         if self.open:
             _library().thimble_feed_end(self.host.address)
-            self.open = False
+            self.open, self.guessed = False, None

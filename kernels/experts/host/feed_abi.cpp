@@ -11,7 +11,7 @@ namespace {
 constexpr int MOST_TAKEN = 256;
 }
 
-// counts[experts]. 0: begun. 1: there are too few slots.
+// counts[experts], or null for a guess. 0: begun. 1: there are too few slots.
 THIMBLE_API int thimble_feed_begin(void* host, int layer, const int32_t* counts, int64_t tokens, int ahead) {
   return cache_of(host).begin_feed(layer, counts, tokens, ahead) ? 0 : 1;
 }

@@ -56,6 +56,7 @@ Step::Step(const Catalog& catalog, Cache& cache, Workers& workers, const Kernels
       cache_(cache),
       workers_(workers),
       kernels_(kernels),
+      heat_(catalog.layers, catalog.experts),
       context_(new Job::Context{catalog, kernels, inputs_, workers, bad_, [this](Job& job) { finished(job); }}),
       job_of_expert_(size_t(catalog.experts), -1),
       combine_(new Combine(*this)) {}
@@ -169,12 +170,20 @@ void Step::demand_all() {
   waiting_.clear();
   ready_.clear();
   active_ = 0;
-  left_ = int(job_count_);
-  for (int number = 0; number < left_; number++) {
+  own_.clear();
+  const bool decode = !is_sweep(rows_);
+  for (int number = 0; number < int(job_count_); number++) {
     Job& job = *jobs_[size_t(number)];
+    if (decode) heat_.named(job.key);
+    if (partner_ && int(own_.size()) < partner_->room() && partner_->own(job.key)) {
+      own_.push_back(number);
+      continue;
+    }
     const Why why = why_named(int64_t(job.rows.size()), rows_);
     (cache_.look_up(job.key, why, &job.lease) ? ready_ : waiting_).push_back(number);
   }
+  if (decode) heat_.step();
+  left_ = int(job_count_ - own_.size());
   std::sort(waiting_.begin(), waiting_.end(), [&](int a, int b) { return jobs_[size_t(a)]->key < jobs_[size_t(b)]->key; });
   if (partner_) lend();
   if (left_ == 0) count_down(0);
@@ -187,15 +196,20 @@ void Step::demand_all() {
 // feed may hold, so that what waits for room gets some.
 void Step::lend() {
   const int most = std::min(int(ready_.size()), cache_.slots_for_steps() - 1);
-  const int count = std::min(most, partner_->share(int(ready_.size()), int(waiting_.size())));
+  const int count = std::min(most, partner_->share(int(ready_.size()), int(waiting_.size()), int(own_.size())));
   std::vector<int> item_of_job(job_count_, -1);
   items_.clear();
-  for (int item = 0; item < count; item++, left_--) {
+  for (const int number : own_) {
+    const Key key = jobs_[size_t(number)]->key;
+    item_of_job[size_t(number)] = int(items_.size());
+    items_.push_back({key, partner_->own(key), true});
+  }
+  for (int taken = 0; taken < count; taken++, left_--) {
     const int number = ready_.back();
     ready_.pop_back();
     const Job& job = *jobs_[size_t(number)];
-    item_of_job[size_t(number)] = item;
-    items_.push_back({job.key, cache_.memory(job.lease)});
+    item_of_job[size_t(number)] = int(items_.size());
+    items_.push_back({job.key, cache_.memory(job.lease), false});
     lent_.push_back(job.lease);
   }
   const int32_t of_nan = -1 - rows_ * top_k_;

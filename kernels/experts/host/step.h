@@ -24,6 +24,7 @@
 
 #include "kernels/experts/cpu/quantise.h"
 #include "kernels/experts/host/cache.h"
+#include "kernels/experts/host/heat.h"
 #include "kernels/experts/host/job.h"
 #include "kernels/experts/host/partner.h"
 #include "kernels/workers/workers.h"
@@ -50,6 +51,7 @@ class Step : private Waiter {
   void retire();
 
   const StepTimes& times() const { return times_; }
+  Heat& heat() { return heat_; }
 
  private:
   class Combine;
@@ -70,6 +72,7 @@ class Step : private Waiter {
   Workers& workers_;
   const Kernels& kernels_;
   StepTimes times_;
+  Heat heat_;
 
   // The call in hand; fixed while it runs.
   int layer_ = 0, rows_ = 0, top_k_ = 0;
@@ -86,6 +89,7 @@ class Step : private Waiter {
   std::vector<int> job_of_result_;      // [rows, top_k]
   Partner* partner_ = nullptr;
   float* shared_y_ = nullptr;
+  std::vector<int> own_;  // jobs whose blocks the partner has
   std::vector<Lease> lent_;
   std::vector<Partner::Item> items_;
   std::vector<int32_t> source_;

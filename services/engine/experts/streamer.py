@@ -5,7 +5,7 @@
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -16,13 +16,13 @@ from kernels.block import Bytes
 from kernels.build import BuildError
 from kernels.experts import reference
 from kernels.experts.host.binding import BlockError, Catalog, Copy, Host, HostError, open_drives, read_rate
-from kernels.experts.host.drives import choose_depth
+from kernels.experts.host.drives import Drive, choose_depth
 from kernels.experts.host.replay import SHIPPED
 from kernels.workers.pool import SPIN_US, Workers, use_threads
 from services.engine.errors import DiskError, MemoryPlanError, StepError, StoreError
 from services.engine.experts.store import Store
 from services.engine.experts.trace import Recorder
-from services.engine.experts.warm import WarmSet
+from services.engine.experts.warm import Keys, Warm, WarmSet
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,8 @@ class Experts(Protocol):
 class HostExperts:
     """Through the C++ library: readers fill slots with O_DIRECT, the worker pool computes where the bytes lie.
 
-    `host` is for a GPU that shares the work; `closing` is called before it is closed.
+    `host` is for a GPU that shares the work; `closing` is called before it is closed. `on_card` says which blocks that
+    GPU has in its own memory, the coldest first, until the end.
     """
 
     def __init__(
@@ -99,12 +100,13 @@ class HostExperts:
         prefetch: str = "auto",
         trace: Recorder | None = None,
         drafts: bool = False,
+        drives: Sequence[Drive] | None = None,
     ) -> None:
         """Raises DiskError if a file cannot be opened, MemoryPlanError if the memory or threads cannot be had."""
         blocks = catalog(store, copies, drafts)
         self._paths = [blocks.path, *(copy.path for copy in copies)]
         try:
-            drives = open_drives(blocks)
+            drives = open_drives(blocks) if drives is None else drives
         except HostError as error:
             raise DiskError(str(error)) from error
         if not readers:
@@ -125,6 +127,7 @@ class HostExperts:
             )
         except HostError as error:
             raise MemoryPlanError(f"a cache of {slots} experts cannot be had: {error}") from error
+        self.on_card: Callable[[], Keys] = lambda: np.empty(0, np.int32)
         self._tell()
         self._warm = warm
         self._trace = trace
@@ -136,8 +139,12 @@ class HostExperts:
     def begin_warm(self) -> None:
         """Start reading what was in RAM before, and keep what is from now on. Slots can be given up until then."""
         if self._warm is not None:
-            self.host.warm(self._warm.load())
-            self._warm.keep(self.host.resident)
+            known = self._warm.load()
+            heat = self.host.heat()
+            heat[: len(known.heat)] = known.heat
+            self.host.set_heat(heat)
+            self.host.warm(known.keys)
+            self._warm.keep(self._held)
 
     def step(self, layer: int, ids: Tensor, weights: Tensor, x: Tensor) -> Tensor:
         try:
@@ -180,8 +187,14 @@ class HostExperts:
             self._trace.close()
         if self._warm is not None:
             self._warm.close()
-            self._warm.save(self.host.resident())
+            self._warm.save(self._held())
         self.host.close()
+
+    def _held(self) -> Warm:
+        """A card's own blocks are the hottest, and come back to it by way of RAM."""
+        own = self.on_card()
+        resident = self.host.resident()
+        return Warm(np.concatenate([resident[~np.isin(resident, own)], own]), self.host.heat())
 
     def _tell(self) -> None:
         for notice in self.host.notices():
@@ -266,12 +279,13 @@ def open_experts(
     trace: Recorder | None = None,
     spin_us: int = SPIN_US,
     drafts: bool = False,
+    drives: Sequence[Drive] | None = None,
 ) -> Experts:
     """The fastest way that this machine has. `slots` blocks in RAM (more than there are: all), `readers` threads on the
     disk (0: as many as measure best), `workers` threads of the process's shared pool (0: cores less two), which stay
     awake for `spin_us`, `copies` of blocks on other disks, `warm` what was in RAM before, `prefetch` on, off or auto:
     as long as it pays. `trace` is closed with the experts. `drafts`: with the multi-token-prediction block's experts as
-    one more layer. Same bits whatever is given.
+    one more layer. `drives`: what stands for the disks in a benchmark. Same bits whatever is given.
 
     Raises DiskError or MemoryPlanError if it cannot be had.
     """
@@ -293,6 +307,7 @@ def open_experts(
         prefetch=prefetch,
         trace=trace,
         drafts=drafts,
+        drives=drives,
     )
 
 

@@ -20,8 +20,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class DeviceCounts:
-    """Since the start. `waited_s`: the card's waits for the host's experts; `swept_bytes`: of blocks copied for
-    prompts.
+    """Since the start. `vram_experts`: of the card's, those whose blocks were in its own memory; `waited_s`: its waits
+    for the host's experts; `swept_bytes`: of blocks copied for prompts.
 
     A block that is read in place counts whole, though the card leaves out those parts of `down` that meet only zeros.
     """
@@ -33,6 +33,7 @@ class DeviceCounts:
     swept_bytes: int = 0
     to_gpu_bytes: int = 0
     from_gpu_bytes: int = 0
+    vram_experts: int = 0
 
     def __add__(self, other: "DeviceCounts") -> "DeviceCounts":
         return DeviceCounts(
@@ -43,18 +44,21 @@ class DeviceCounts:
             self.swept_bytes + other.swept_bytes,
             self.to_gpu_bytes + other.to_gpu_bytes,
             self.from_gpu_bytes + other.from_gpu_bytes,
+            self.vram_experts + other.vram_experts,
         )
 
 
 def decoded(times: Times, tokens: int, late: int, last_waits_ns: int, sizes: Sizes) -> DeviceCounts:
     """Of one graph. `last_waits_ns`: each token's last wait, which the host does not see in its sums."""
+    carried = times.gpu_experts - times.vram_experts
     return DeviceCounts(
         gpu_experts=times.gpu_experts,
         host_experts=times.host_experts,
         waited_s=(times.waited_ns + last_waits_ns) * 1e-9,
         late=late,
-        to_gpu_bytes=times.gpu_experts * sizes.block + times.turns * sizes.turn_to_gpu + tokens * sizes.token_to_gpu,
+        to_gpu_bytes=carried * sizes.block + times.turns * sizes.turn_to_gpu + tokens * sizes.token_to_gpu,
         from_gpu_bytes=times.turns * sizes.turn_from_gpu + tokens * sizes.token_from_gpu,
+        vram_experts=times.vram_experts,
     )
 
 

@@ -1,4 +1,4 @@
-"""One token of a fixed number of sequences as one CUDA graph, with the host library's share of it.
+"""One step of a fixed number of rows, a token each, as one CUDA graph, with the host library's share of it.
 
 Owns the graph, its hand-off and its buffers. Order of a token: the inputs are written, the graph is launched, this
 thread serves the host's side of every MoE layer, the graph ends. A host that was late makes the GPU give up waiting;
@@ -47,8 +47,8 @@ class Placement:
 
 @dataclass(frozen=True)
 class Row:
-    """The next id of one sequence, whose page is reserved, and, for a picture's place, what stands there instead of
-    the id's embedding: float32 [hidden]."""
+    """The next id of one sequence, or the one behind that of the row before, whose page is reserved, and, for a
+    picture's place, what stands there instead of the id's embedding: float32 [hidden]."""
 
     state: DeviceState
     id: int
@@ -56,7 +56,7 @@ class Row:
 
 
 class Decoder:
-    """For exactly `rows` sequences. Made before anything runs; after that nothing is allocated."""
+    """For steps of exactly `rows` rows. Made before anything runs; after that nothing is allocated."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Decoder:
     ) -> None:
         assert 1 <= rows <= MOST_SEQUENCES
         config = weights.config
-        self.weights, self.rows, self.layers = weights, rows, len(config.moe_layers)
+        self.weights, self.rows, self.layers, self.vram = weights, rows, len(config.moe_layers), slots.vram
         top_k = config.experts_per_token
         items = min(rows * top_k, max(MOST_ITEMS, placement.share or 0))
         step = ExpertStep(
@@ -116,8 +116,9 @@ class Decoder:
             self.token.launch()
 
     def run(self, rows: Sequence[Row]) -> Tensor:
-        """Feed one id to each state, whose `ids` the caller extends -> logits after it, float32 [rows, vocab].
+        """Feed each row's id to its state, whose `ids` the caller extends -> logits after it, float32 [rows, vocab].
 
+        A sequence's consecutive ids may be rows next to each other, in order: bits are as if fed one by one.
         The logits are in page-locked host memory and valid until the next run. Raises HandoffError; the states are then
         half-way between two tokens.
         """
@@ -136,6 +137,8 @@ class Decoder:
         self.spent.served(before, self._times, filled - begun, time.perf_counter() - filled)
         self._tokens += 1
         self._last_waits_ns += int(self.turns.waited)
+        if self.vram is not None:
+            self.vram.improve()
         return self.token.host_logits
 
     def counts(self) -> DeviceCounts:

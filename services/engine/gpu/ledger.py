@@ -35,7 +35,8 @@ MOST_ITEMS = 32  # experts that the GPU takes of one layer
 # free once its context exists, so that a wrong CONTEXT_BYTES cannot overfill a card.
 CONTEXT_BYTES = 300 * MIB
 KERNEL_BYTES = 184 * MIB  # loaded kernels and the first graph: 181 MiB on an H200
-GRAPH_BYTES = 16 * MIB  # of each further number of sequences: kernels and a graph
+GRAPH_BYTES = 16 * MIB  # of each further number of rows: kernels and a graph
+JOINED_ROWS = (2, 4)  # of steps that a short prompt may take several tokens of
 VISION_KERNEL_BYTES = 16 * MIB  # of the kernels that read pictures, assumed; `thimble bench vision` prints the driver's
 MARGIN_BYTES = 32 * MIB  # an allocator's rounding (11 to 23 MiB), and what changes between driver versions
 
@@ -54,11 +55,12 @@ _TILE = 1024  # logits a program of kernels/sampling/gpu.py, with 16 steps of 16
 @dataclass(frozen=True)
 class Wanted:
     """What is asked for. `sequences` have a state on the card, of which MOST_SEQUENCES are in a step; `context_tokens`
-    is each one's longest prompt and answer.
+    is each one's longest prompt and answer. `joined`: steps of several rows even if there are fewer sequences, for
+    short prompts.
 
     `pages` of KV for all sequences, 0: enough for each. `staging_blocks`: expert blocks copied to the card at once;
-    `chunk_tokens`: of prompts, that are read together, layer by layer; `vision_bytes`: what pictures are read with. 0:
-    not used.
+    `kept_blocks`: those that stay there; `chunk_tokens`: of prompts, that are read together, layer by layer;
+    `vision_bytes`: what pictures are read with. 0: not used.
     """
 
     sequences: int = 1
@@ -66,8 +68,10 @@ class Wanted:
     kv: Kv = "bf16"
     pages: int = 0
     staging_blocks: int = 0
+    kept_blocks: int = 0
     chunk_tokens: int = 0
     vision_bytes: int = 0
+    joined: bool = False
 
     def __post_init__(self) -> None:
         if self.sequences < 1:
@@ -76,6 +80,12 @@ class Wanted:
             raise MemoryPlanError(f"a context of {self.context_tokens} tokens: give at least 1")
         if self.kv not in get_args(Kv):
             raise MemoryPlanError(f"KV format {self.kv!r}: give one of {', '.join(get_args(Kv))}")
+
+    @property
+    def step_rows(self) -> tuple[int, ...]:
+        """Numbers of rows that a step can have, ascending; a graph each. More sequences take turns."""
+        apart = range(1, min(self.sequences, MOST_SEQUENCES) + 1)
+        return tuple(sorted({*apart, *(JOINED_ROWS if self.joined else ())}))
 
 
 @dataclass(frozen=True)
@@ -97,7 +107,7 @@ class Ledger:
 def ledger(config: ModelConfig, dense: Layout, wanted: Wanted) -> Ledger:
     """Every line, for a dense file of this layout (see `stored_layout`)."""
     sequences, tokens = wanted.sequences, wanted.context_tokens
-    batches = range(1, min(sequences, MOST_SEQUENCES) + 1)  # a graph each; more sequences take turns
+    batches = wanted.step_rows
     pages = wanted.pages or sequences * pages_for(tokens)
     top_k, layout = config.experts_per_token, config.block
     lines = [
@@ -119,6 +129,7 @@ def ledger(config: ModelConfig, dense: Layout, wanted: Wanted) -> Ledger:
             (len(batches) - 1) * GRAPH_BYTES,
         ),
         (f"staging, {wanted.staging_blocks} expert blocks", wanted.staging_blocks * layout.block_bytes),
+        (f"experts, {wanted.kept_blocks} blocks that stay there", wanted.kept_blocks * layout.block_bytes),
         (f"reading {wanted.chunk_tokens} tokens of prompts at once", sweep_bytes(config, wanted.chunk_tokens, tokens)),
         (
             "vision ring and activations, beyond what reading prompts has in turns with them",
@@ -148,6 +159,9 @@ def remedies(config: ModelConfig, dense: Layout, wanted: Wanted, budget_bytes: i
     fp8 = replace(wanted, kv="fp8")
     if wanted.kv != "fp8" and ledger(config, dense, fp8).total_bytes <= budget_bytes:
         found.append("keep keys and values in FP8")
+    fewer_kept = replace(wanted, kept_blocks=0)
+    if wanted.kept_blocks and ledger(config, dense, fewer_kept).total_bytes <= budget_bytes:
+        found.append("keep fewer experts on the card (THIMBLE_ENGINE_VRAM_EXPERTS_GB)")
     shortest = longest_context(config, dense, wanted, budget_bytes)
     if shortest:
         found.append(f"lower the context to {shortest} tokens")

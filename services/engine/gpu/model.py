@@ -1,8 +1,8 @@
 """The network on one GPU, as the scheduler asks for it: services/engine/model.py's `forward` through captured graphs.
 
-Owns a decoder for every number of sequences that a step can have, and the sweep that reads prompts. A segment that says
-so is swept, any other takes the decode path, one id after the other; on either a token's bits depend neither on how its
-segment was cut nor on what else was in the call. One thread's.
+Owns a decoder for every number of rows that a step can have, and the sweep that reads prompts. A segment that says so
+is swept, any other takes the decode path, as many ids of all segments in a step as there are rows; on either a token's
+bits depend neither on how its segment was cut nor on what else was in the call. One thread's.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -47,44 +47,41 @@ class DeviceModel:
         pool: DevicePool,
         slots: SharedSlots,
         *,
-        sequences: int,
+        rows: Sequence[int],
         context_tokens: int,
         chunk_tokens: int,
         shared_bytes: int = 0,
         placement: Placement | None = None,
         told: Callable[[str], str] = str,
     ) -> None:
-        """`chunk_tokens` are read at once; 0: all segments take the decode path. `shared_bytes`: of
-        `memory`, at least, which others may use while no sweep is under way. `told`: makes what a failed read says fit
-        for clients."""
+        """`rows`: numbers of rows that steps can have, ascending from 1. `chunk_tokens` are read at once; 0: all
+        segments take the decode path. `shared_bytes`: of `memory`, at least, which others may use while no sweep is
+        under way. `told`: makes what a failed read says fit for clients."""
         self.pool, self.config, self.told = pool, weights.config, told
         self.spent = Spent()
         self.decoders: list[Decoder] = []
         self.sweep: Sweep | None = None
-        scratch: list[DeviceState] = []
+        scratch = self.new_state(rows[-1])
         try:
-            most = min(sequences, MOST_SEQUENCES)
             size_bytes = max(shared_bytes, sweep_room_bytes(self.config, chunk_tokens))
             self.memory = torch.zeros(size_bytes, dtype=torch.uint8, device=pool.conv.device)
             if chunk_tokens:
                 room = Room(self.memory)
                 experts = ExpertSweep(slots.host, self.config.experts_per_token, chunk_tokens, room)
                 self.sweep = Sweep(weights, pool, experts, chunk_tokens, context_tokens)
-            for rows in range(1, most + 1):
-                scratch.append(self.new_state(1))
-                self.decoders.append(Decoder(weights, pool, slots, rows, context_tokens, placement or Placement()))
+            for count in rows:
+                self.decoders.append(Decoder(weights, pool, slots, count, context_tokens, placement or Placement()))
             with ThreadPoolExecutor(len(self.decoders)) as threads:
-                list(threads.map(lambda decoder: decoder.compile(scratch[: decoder.rows]), self.decoders))
+                list(threads.map(lambda decoder: decoder.compile([scratch] * decoder.rows), self.decoders))
             for decoder in self.decoders:
                 decoder.capture()
                 decoder.spent = self.spent
-            self._first_sweep(scratch[0])
+            self._first_sweep(scratch)
         except BaseException:
             self.close()
             raise
         finally:
-            for state in scratch:
-                state.release()
+            scratch.release()
 
     def new_state(self, tokens: int) -> DeviceState:
         """A fresh state with room for so many tokens. Raises OutOfPagesError."""
@@ -97,7 +94,7 @@ class DeviceModel:
         return state
 
     def forward(self, segments: Sequence[Segment], give_way: Callable[[], bool] | None = None) -> Tensor:
-        """As Model.forward; gives way between two tokens. Raises OutOfPagesError before anything has changed, StepError
+        """As Model.forward; gives way between two steps. Raises OutOfPagesError before anything has changed, StepError
         when states are spoiled."""
         running = self.reading(segments)
         while True:
@@ -111,7 +108,7 @@ class DeviceModel:
                 raise GaveWay
 
     def reading(self, segments: Sequence[Segment]) -> Generator[float, None, Tensor]:
-        """As Model.reading; it can stop between two layers or groups of experts, or between two tokens."""
+        """As Model.reading; it can stop between two layers or groups of experts, or between two steps."""
         self._reserve(segments)
         logits = [torch.empty(0)] * len(segments)
         left = total = sum(len(segment.ids) for segment in segments)
@@ -199,22 +196,21 @@ class DeviceModel:
 
     def _tokens(self, segments: Sequence[Segment]) -> Generator[list[tuple[int, int, Tensor]], None, None]:
         """Feeds all ids -> what was fed at once: (segment, place in it, logits until the next step of anything)."""
-        states = [self._state(segment) for segment in segments]
         pictures = [iter([row for some in segment.rows for row in some]) for segment in segments]
-        for place in range(max((len(segment.ids) for segment in segments), default=0)):
-            going = [number for number, segment in enumerate(segments) if place < len(segment.ids)]
-            for first in range(0, len(going), len(self.decoders)):
-                batch = going[first : first + len(self.decoders)]
-                rows = []
-                for number in batch:
-                    id_ = segments[number].ids[place]
-                    rows.append(Row(states[number], id_, next(pictures[number]) if id_ >= FIRST else None))
-                logits = self._run(rows)
-                yield [(number, place, values) for number, values in zip(batch, logits, strict=True)]
+        left = [(number, place) for number, segment in enumerate(segments) for place in range(len(segment.ids))]
+        while left:
+            decoder = [each for each in self.decoders if each.rows <= len(left)][-1]
+            fed, left = left[: decoder.rows], left[decoder.rows :]
+            rows = []
+            for number, place in fed:
+                id_ = segments[number].ids[place]
+                rows.append(Row(self._state(segments[number]), id_, next(pictures[number]) if id_ >= FIRST else None))
+            logits = self._run(decoder, rows)
+            yield [(number, place, values) for (number, place), values in zip(fed, logits, strict=True)]
 
-    def _run(self, rows: list[Row]) -> Tensor:
+    def _run(self, decoder: Decoder, rows: list[Row]) -> Tensor:
         try:
-            logits = self.decoders[len(rows) - 1].run(rows)
+            logits = decoder.run(rows)
         except torch.AcceleratorError as error:  # nothing works there any more
             raise DeviceError(f"the GPU has failed: {error}") from error
         except HandoffError as error:

@@ -21,7 +21,7 @@ from services.engine.errors import DeviceError, MemoryPlanError, StepError
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import Experts, HostExperts
 from services.engine.gpu.decoder import Placement
-from services.engine.gpu.ledger import MOST_SEQUENCES, Kv
+from services.engine.gpu.ledger import Kv
 from services.engine.gpu.memory import DevicePool
 from services.engine.gpu.model import DeviceModel
 from services.engine.gpu.weights import DeviceWeights
@@ -32,16 +32,20 @@ AWAKE_US = 2000  # workers stay awake between the layers of a token
 
 @dataclass(frozen=True)
 class Sizes:
-    """`pages` of KV for all sequences; `chunk_tokens` of prompts are read at once; `share` of a layer's experts for the
-    GPU, None: found while running; `guesses`: the next layer's experts are guessed and prefetched."""
+    """`rows`: numbers of rows that a step can have, ascending from 1, as the ledger says; `pages` of KV for all
+    sequences; `chunk_tokens` of prompts are read at once; `share` of a layer's experts for the GPU, None: found while
+    running; `guesses`: the next layer's experts are guessed and prefetched; `kept_blocks` of
+    experts stay in the card's memory."""
 
     sequences: int
+    rows: tuple[int, ...]
     context_tokens: int
     pages: int
     chunk_tokens: int
     kv: Kv = "bf16"
     share: int | None = None
     guesses: bool = True
+    kept_blocks: int = 0
     vision_bytes: int = 0  # what pictures are read with, in the model's `memory`
 
 
@@ -69,7 +73,7 @@ def open_device(store: Store, experts: Experts, sizes: Sizes, say: Callable[[str
     top_k = store.config.experts_per_token
     shared = None
     try:
-        shared = SharedSlots(experts.host, least=top_k * min(sizes.sequences, MOST_SEQUENCES))
+        shared = SharedSlots(experts.host, least=top_k * sizes.rows[-1])
         if shared.notice:
             say(shared.notice)
         share = _first_share(shared, top_k)
@@ -77,11 +81,15 @@ def open_device(store: Store, experts: Experts, sizes: Sizes, say: Callable[[str
         weights = DeviceWeights.load(store.dense(), store.config, device, _Reporter(store, say))
         say(f"{weights.size_bytes / 1e9:.3f} GB of dense weights are on the GPU")
         pool = DevicePool(store.config, device, places=sizes.sequences, pages=sizes.pages, kv=sizes.kv)
+        if sizes.kept_blocks:
+            shared.keep_in_vram(sizes.kept_blocks, device)
+            assert shared.vram is not None
+            experts.on_card = shared.vram.held
         model = DeviceModel(
             weights,
             pool,
             shared,
-            sequences=sizes.sequences,
+            rows=sizes.rows,
             context_tokens=sizes.context_tokens,
             chunk_tokens=sizes.chunk_tokens,
             shared_bytes=sizes.vision_bytes,

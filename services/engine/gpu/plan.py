@@ -23,6 +23,7 @@ from services.engine.pages import PAGE_TOKENS, pages_for
 from services.engine.vision.device import card_bytes, readable
 
 COMFORTABLE_TOKENS = 16_384  # of context; fewer sequences rather than less of it
+GB = 1_000_000_000
 MOST_TOKENS = 131_072  # of context, if nobody asks for more
 CHUNKS = (2048, 1024, 512, 256, 0)  # tokens of prompts read at once; 0: one by one, as answers are
 COMFORTABLE_CHUNK = 1024
@@ -69,6 +70,7 @@ def plan_device(config: EngineConfig, store: Store, free_bytes: int) -> DevicePl
     if config.vram_mib:
         budget = min(budget, config.vram_mib * MIB)
     kv: Kv = "fp8" if config.kv_format == "fp8" else "bf16"
+    kept_blocks = min(int(config.vram_experts_gb * GB / model.block.block_bytes), len(model.moe_layers) * model.experts)
 
     comfortable = min(config.context_tokens or COMFORTABLE_TOKENS, model.context_tokens)
     chunks = (config.prefill_chunk_tokens,) if config.prefill_chunk_tokens else CHUNKS
@@ -76,17 +78,19 @@ def plan_device(config: EngineConfig, store: Store, free_bytes: int) -> DevicePl
 
     def choose(vision_bytes: int) -> Wanted:
         """A comfortable context matters most. Then that long prompts do not take for ever, since their time goes with
-        the number of chunks; then a further user; then the largest chunk."""
+        the number of chunks; then a further user; then the largest chunk; then that short prompts are quick."""
 
         def longest(wanted: Wanted) -> int:
             return longest_context(model, layout, wanted, budget)
 
         tried = [
-            Wanted(sequences=count, kv=kv, chunk_tokens=chunk, vision_bytes=vision_bytes)
+            Wanted(sequences=count, kv=kv, chunk_tokens=chunk, vision_bytes=vision_bytes, joined=joined)
             for count in counts
             for chunk in chunks
+            for joined in (True, False)
             if count == counts[-1] or chunk >= min(COMFORTABLE_CHUNK, chunks[0])
         ]
+        tried = [replace(wanted, kept_blocks=kept_blocks) for wanted in tried]
         chosen = next((wanted for wanted in tried if longest(wanted) >= comfortable), tried[-1])
         context = config.context_tokens or min(longest(chosen), MOST_TOKENS) or PAGE_TOKENS
         return replace(chosen, context_tokens=context)

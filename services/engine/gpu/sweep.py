@@ -86,7 +86,7 @@ class Sweep:
         try:
             return (yield from self._layers(segments, states, counts))
         except BaseException:
-            self.experts.feed.expect(0, [])  # what the next layer would have needed nobody needs now
+            self.experts.stop()  # what the next layer would have needed nobody needs now
             raise
 
     def _layers(
@@ -113,6 +113,8 @@ class Sweep:
                         for part in parts:
                             self._attention(layer, place, weight, part)
                 case MoeWeights():
+                    # By now the GPU has the layers before this one to compute, while the first blocks come.
+                    self.experts.ahead(place, total)
                     with named("sweep: router and shared expert of layer", number):
                         for part in parts:
                             self._route(layer, weight, part.rows)

@@ -1,4 +1,7 @@
-"""The launches of one token for a fixed number of sequences: all layers, in order, on the current stream.
+"""The launches of one step for a fixed number of rows, a token each: all layers, in order, on the current stream.
+
+Rows are of different sequences, or next to each other and in order the consecutive tokens of one: in every layer a
+row finds what the row before it left, so its bits are those of a step of its own.
 
 Owns the buffers between the layers and what is copied to and from the host; weights, states and pages are given. Every
 buffer is made at construction, so that `launch` can be captured. What a token changes for good is the residual stream
@@ -55,10 +58,13 @@ class TokenInputs:
         self.host_tables = tables.view(rows, most_pages)
 
     def fill(self, states: list[DeviceState]) -> None:
-        """Of the token that each state takes next; its page must be reserved. Embeddings are the caller's to fill."""
+        """Of the token that each state takes next; a state that is there again takes the one behind that, and must
+        follow itself. Their pages must be reserved. Embeddings are the caller's to fill."""
         for row, state in enumerate(states):
+            again = row > 0 and states[row - 1] is state
+            assert again or all(other is not state for other in states[:row]), "a sequence's rows are neighbours"
             self.host_slots[row] = state.place
-            self.host_lengths[row] = state.tokens + 1
+            self.host_lengths[row] = self.host_lengths[row - 1] + 1 if again else state.tokens + 1
             pages = state.pages[: self.host_tables.shape[1]]
             self.host_tables[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
@@ -68,7 +74,7 @@ class TokenInputs:
 
 
 class Token:
-    """For `step.tokens` sequences of at most `context_tokens` tokens; `turns` and `step` are the hand-off's."""
+    """For `step.tokens` rows of sequences of at most `context_tokens` tokens; `turns` and `step` are the hand-off's."""
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ arrived until it is whole; says what is wrong with it, and leaves the consequenc
 
 import time
 
-from services.engine.errors import EngineError, PayloadError
+from services.engine.errors import PayloadError, TransferError
 from services.engine.exchange import Lent
 from services.engine.request import StateRef
 from services.engine.snapshots.hot import HotStates
@@ -21,6 +21,7 @@ class Arriving:
     def __init__(self, ref: StateRef, state: State, hot: HotStates) -> None:
         self.ref = ref
         self.chunks: list[bytes] = []
+        self.damaged = False  # whether its bytes were looked at, and are wrong
         self.lent = False  # whether it came on a lent connection: then chunks and blocks are not there to be kept
         self.blocks = hot.held_blocks(ref.blocks)
         self.need = tuple(number for number, name in enumerate(ref.blocks) if name not in self.blocks)
@@ -31,25 +32,23 @@ class Arriving:
         self.received_bytes = 0
 
     def add(self, data: bytes | Lent) -> bool:
-        """One more chunk, or what has come on a connection; True when all has arrived and the state is the one that was
-        offered. Raises EngineError."""
-        if isinstance(data, Lent):
-            try:
-                whole = self._read(data)
-            except EngineError:
+        """One more chunk, or what has come on a connection, which is closed at the end; True when all has arrived and
+        the state is the one that was offered. Raises EngineError."""
+        whole = False
+        try:
+            whole = self._read(data) if isinstance(data, Lent) else self._add_chunk(data)
+            if whole:
+                self._loader.finish()
+        except BaseException as error:
+            self.damaged = isinstance(error, PayloadError)
+            whole = True
+            raise
+        finally:
+            if whole and isinstance(data, Lent):
                 data.close()
-                raise
-            if not whole:
-                return False
-            data.close()
-        else:
-            self._add_chunk(data)
-            if self._due or not self._loader.own_part_done:
-                return False
-        self._loader.finish()
-        return True
+        return whole
 
-    def _add_chunk(self, data: bytes) -> None:
+    def _add_chunk(self, data: bytes) -> bool:
         loader = self._loader
         self.received_bytes += len(data)
         if not loader.own_part_done:
@@ -61,12 +60,13 @@ class Arriving:
             number = self._due.pop()
             self.blocks[self.ref.blocks[number]] = data
             loader.put_block(number, data)
+        return loader.own_part_done and not self._due
 
     def _read(self, lent: Lent) -> bool:
         """Whether all has come. If not, the connection is waited for."""
         self.lent = True
         if lent.size_bytes != self.ref.size_bytes + len(self.need) * self.ref.block_bytes:
-            raise PayloadError("snapshot: another number of bytes was announced than the state has")
+            raise TransferError("snapshot: another number of bytes was announced than the state has")
         loader, until = self._loader, time.perf_counter() + SLICE_S
         while self._due or loader.room is not None:
             if loader.room is None:

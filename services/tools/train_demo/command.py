@@ -43,8 +43,6 @@ def run(args: argparse.Namespace) -> int:
         return _curve(args)
     import torch
 
-    from services.tools.train_demo.export import export
-    from services.tools.train_demo.measuring import measure
     from services.tools.train_demo.training import Training, TrainingError
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -54,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     if args.step in shapes.STAGES:
         training.stage(args.step, args.minutes, args.steps, args.stage_minutes, args.sparsity)
     elif args.step == "measure":
+        from services.tools.train_demo.measuring import measure
+
         for name in ("books", "chats"):
             for rounded in (False, True):
                 found = measure(training, name, rounded)
@@ -65,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         if args.out is None or args.out.exists():
             raise TrainingError("export: give a folder that does not exist yet")
+        from services.tools.train_demo.export import export
+
         files = export(training.network, args.run, args.out)
         print(
             f"{args.out}: a BF16 checkpoint in {files} files; next: thimble quantize {args.out} OUT --calibrate TEXT..."

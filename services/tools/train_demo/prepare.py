@@ -23,7 +23,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from services.tools.score.questions import asked_in_exam, held_out_sums, sums_in
-from services.tools.train_demo import documents, tokenizer
+from services.tools.train_demo import documents, lesson_pictures, tokenizer
 from services.tools.train_demo.chats import Renderer, records
 from services.tools.train_demo.documents import Source
 from services.tools.train_demo.lesson_slots import Found
@@ -69,6 +69,7 @@ def prepare(corpus: Path, run: Path, vocabulary: int, lessons: int, say: Callabl
         ),
         "handwritten": lambda: (one for one in chats if one["source"] == "handwritten"),
         "joined": lambda: join(chats, min(MIXTURE["joined"], lessons)),
+        "pictures": lambda: pictures(min(MIXTURE["pictures"], lessons)),
     }
     for name, group in groups.items():
         _write(run, name, partial(_rendered_all, renderer, group), say)
@@ -112,6 +113,12 @@ def _write(
         return
     documents.save(run / "documents", source)
     say(f"{name}: {len(source.ends)} documents, {len(source.ids)} tokens, {int(source.scored.sum())} of them learnt")
+
+
+def pictures(count: int) -> Iterator[Chat]:
+    drawn = random.Random(MIXTURE["seed"])
+    for _ in range(count):
+        yield lesson_pictures.told(drawn)
 
 
 def made_up(

@@ -117,6 +117,7 @@ class Training:
                 a_step = (time.monotonic() - timed) / (done.steps - timed_from)
                 done.planned = max(TIMED_STEPS, int(60 * stage_minutes / a_step) // PERIOD * PERIOD)
                 self.say(f"{stage}: {1e3 * a_step:.1f} ms a step, {done.planned} steps in {stage_minutes:g} minutes")
+                continue
             batch, self.position = next(batches)
             self._step(stage, batch, rounding, sparsity, began)
             if done.steps == PERIOD:

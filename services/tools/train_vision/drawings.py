@@ -1,105 +1,160 @@
-"""Pictures to learn from and to be examined on: shapes of one colour to be counted and named, numbers to be read.
+"""Pictures to learn from: a scene drawn on paper of any colour, its things of any size, filled or outlined, its text in
+any font and size. Owns how scenes look; `lettering.py` writes, `shapes.py` has outlines and colours.
 
-A picture is all that its seed says. Seeds from HELD_OUT on are never trained on.
+A picture is all that its seed says, on a machine with the same fonts. Seeds from HELD_OUT on are never trained on:
+their fonts, words and ways of asking are not in training either.
 """
 
+import io
 import math
 import random
 from dataclasses import dataclass, field
-from typing import Literal
 
-from PIL import Image, ImageDraw, ImageFont
+import numpy as np
+from PIL import Image
 
-SIDE = 96
+from services.engine.vision.grid import patch_grid
+from services.tools.train_vision import lettering, scenes
+from services.tools.train_vision.scenes import Asked, Kind, Scene
+from services.tools.train_vision.shapes import Tone, contrasting, draw, outline, tone
+
 HELD_OUT = 1 << 40
-COLOURS = {
-    "red": (220, 30, 30),
-    "green": (20, 150, 50),
-    "blue": (30, 60, 220),
-    "yellow": (240, 200, 0),
-    "orange": (245, 130, 20),
-    "black": (15, 15, 15),
-}
-SHAPES = ("circle", "square", "triangle", "cross")
-MOST = 5
-DIGITS = 4
-Kind = Literal["what", "shape", "colour", "count", "number"]
-KINDS: tuple[Kind, ...] = ("what", "shape", "colour", "count", "number")
-QUESTIONS: dict[Kind, str] = {
-    "what": "What is in the picture?",
-    "shape": "Which shape is in the picture?",
-    "colour": "Which colour is in the picture?",
-    "count": "How many things are in the picture?",
-    "number": "Which number is in the picture?",
-}
+SHARES: dict[Kind, float] = {"things": 46, "number": 18, "word": 14, "invoice": 18, "nothing": 4}
+_GRAIN = np.random.default_rng(0).normal(0, 1, (600, 600, 3)).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """`labels` are what its answer is made of, as numbers; -1 where it has none."""
-
     image: Image.Image = field(repr=False)
-    kind: Kind
-    answer: str
-    labels: tuple[int, ...]  # colour, shape, count - 1, then the digits
-
-    @property
-    def question(self) -> str:
-        return QUESTIONS[self.kind]
+    scene: Scene
+    asked: Asked
 
 
-def drawing(seed: int) -> Drawing:
+def drawing(seed: int, size: tuple[int, int] | None = None) -> Drawing:
+    """Of `size` (width, height), or of one that the seed says, up to 1024 pixels a side."""
     choice = random.Random(seed)
-    kind = choice.choice(KINDS)
-    paper = tuple(choice.randrange(235, 256) for _ in range(3))
-    image = Image.new("RGB", (SIDE, SIDE), paper)
-    pen = ImageDraw.Draw(image)
-    if kind == "number":
-        number = f"{choice.randrange(10**DIGITS):0{DIGITS}d}"
-        _write(pen, choice, number)
-        return Drawing(image, kind, f"{number}.", (-1, -1, -1, *map(int, number)))
-    colour, shape, count = choice.choice(list(COLOURS)), choice.choice(SHAPES), choice.randrange(1, MOST + 1)
-    for x, y, radius in _places(choice, count):
-        _draw(pen, shape, x, y, radius, COLOURS[colour])
-    name = shape if count == 1 else f"{shape}es" if shape == "cross" else f"{shape}s"
-    answers = {"what": f"{count} {colour} {name}.", "shape": f"{shape}.", "colour": f"{colour}.", "count": f"{count}."}
-    numbers = (list(COLOURS).index(colour), SHAPES.index(shape), count - 1)
-    return Drawing(image, kind, answers[kind], (*numbers, *(-1,) * DIGITS))
+    held_out = seed >= HELD_OUT
+    kind = choice.choices(list(SHARES), list(SHARES.values()))[0]
+    seen = scenes.scene(choice, kind, held_out)
+    asked = scenes.ask(seen, choice.choice(scenes.topics(seen)), choice, held_out)
+    return Drawing(paint(seen, choice, size or any_size(choice), held_out), seen, asked)
 
 
-def is_right(drawing: Drawing, said: str) -> bool:
-    """Whether an answer says it; how it ends does not count."""
-    return said.strip().rstrip(".").lower() == drawing.answer.rstrip(".")
+def any_size(choice: random.Random) -> tuple[int, int]:
+    usual = (
+        (800, 600),
+        (1024, 1024),
+        (300, 300),
+        (640, 480),
+        (512, 512),
+        (600, 800),
+        (400, 300),
+        (256, 256),
+        (1024, 600),
+    )
+    if choice.random() < 0.5:
+        return choice.choice(usual)
+    long = choice.randrange(96, 900)
+    short = max(64, round(long * choice.uniform(0.45, 1.0)))
+    return (long, short) if choice.random() < 0.6 else (short, long)
 
 
-def _places(choice: random.Random, count: int) -> list[tuple[int, int, int]]:
-    """Centres and sizes of things that do not touch each other or the edge."""
-    found: list[tuple[int, int, int]] = []
+def size_for(choice: random.Random, grid: tuple[int, int], patch: int, limits: tuple[int, int]) -> tuple[int, int]:
+    """A size (width, height) that the engine makes this grid of: from half to twice what the tower will see of it."""
+    rows, columns = grid
+    for _ in range(20):
+        scale = choice.choice(
+            (1.0, 1.0, 1.0, choice.uniform(0.85, 1.15), choice.uniform(0.45, 1.0), choice.uniform(1.0, 2.0))
+        )
+        stretch = math.exp(choice.uniform(-0.08, 0.08)) if scale != 1.0 else 1.0
+        size = (round(columns * patch * scale * stretch), round(rows * patch * scale / stretch))
+        if patch_grid(*size, patch, *limits) == grid:
+            return size
+    return columns * patch, rows * patch
+
+
+def paint(seen: Scene, choice: random.Random, size: tuple[int, int], held_out: bool = False) -> Image.Image:
+    ground = tone(choice, seen.background, background=True)
+    image = _paper(choice, ground, size)
+    smooth = choice.random() < 0.75
+    if seen.kind == "things":
+        _things(image, seen, choice, ground, smooth)
+    elif seen.kind in ("number", "word"):
+        lettering.line(image, choice, seen.text, contrasting(choice, seen.ink, ground), held_out, smooth)
+    elif seen.kind == "invoice":
+        lettering.invoice(image, choice, seen.rows, held_out)
+    return _worn(image, choice)
+
+
+def _paper(choice: random.Random, first: Tone, size: tuple[int, int]) -> Image.Image:
+    if choice.random() < 0.75:
+        return Image.new("RGB", size, first)
+    image = Image.new("RGB", (2, 2), first)
+    for place in ((0, 0), (1, 1), (0, 1))[: choice.randrange(1, 4)]:
+        image.putpixel(place, _near(choice, first, 8 if min(first) > 230 else 24))
+    return image.resize(size, Image.Resampling.BILINEAR)
+
+
+def _near(choice: random.Random, ink: Tone, most: int) -> Tone:
+    red, green, blue = (min(255, max(0, value + choice.randrange(-most, most + 1))) for value in ink)
+    return red, green, blue
+
+
+def _things(image: Image.Image, seen: Scene, choice: random.Random, ground: Tone, smooth: bool) -> None:
+    wanted = [group for group in seen.groups for _ in range(group.count)]
+    inks = {group: contrasting(choice, group.colour, ground) for group in seen.groups}
+    style = choice.choice(("filled", "filled", "filled", "outlined", "both"))
+    share = choice.choice((choice.uniform(0.06, 0.22), choice.uniform(0.12, 0.3)))  # of a line's width, of the radius
+    dark = all(group.colour not in ("black", "grey", "brown") for group in seen.groups) and seen.background != "black"
+    for group, (x, y, radius) in zip(wanted, _places(choice, len(wanted), image.size), strict=True):
+        ink = inks[group]
+        points = outline(choice, group.shape, radius) + np.array((x, y))
+        width = max(2.0, share * radius)
+        if style == "filled" or (style == "both" and (radius < 12 or not dark)):
+            draw(image, points, ink, None, 0, smooth)
+        elif style == "outlined":
+            draw(image, points, None, ink, width, smooth)
+        else:
+            draw(image, points, ink, (0, 0, 0), max(1.0, min(width, 0.08 * radius)), smooth)
+
+
+def _places(choice: random.Random, count: int, size: tuple[int, int]) -> list[tuple[float, float, float]]:
+    """Centres and radii of things that do not touch each other or the edge: any size that so many can have."""
+    short, least = min(size), 0.045 * math.sqrt(size[0] * size[1])
+    most = max(1.2 * least, 0.47 * short / (1.0, 1.0, 1.5, 1.9, 2.2, 2.4, 2.6)[min(count, 6)])
+    radius = (
+        math.exp(choice.uniform(math.log(least), math.log(most)))
+        if choice.random() < 0.45
+        else choice.uniform(least, most)
+    )
+    if count == 1 and choice.random() < 0.3:
+        near = 0.04 * short
+        return [(size[0] / 2 + choice.uniform(-near, near), size[1] / 2 + choice.uniform(-near, near), radius * 0.92)]
+    found: list[tuple[float, float, float]] = []
+    tried = 0
     while len(found) < count:
-        radius = choice.randrange(7, 13)
-        x, y = (choice.randrange(radius + 2, SIDE - radius - 2) for _ in range(2))
-        if all(math.dist((x, y), other[:2]) > 1.5 * (radius + other[2]) for other in found):
-            found.append((x, y, radius))
-        elif choice.random() < 0.02:
+        tried += 1
+        own = radius * choice.uniform(0.75, 1.0)
+        x, y = (choice.uniform(min(own + 1, side / 2), max(side - own - 1, side / 2)) for side in size)
+        if all(math.dist((x, y), other[:2]) > 1.08 * (own + other[2]) + 2 for other in found):
+            found.append((x, y, own))
+        elif tried > 25:
             found.clear()
+            tried, radius = 0, radius * 0.88
     return found
 
 
-def _draw(pen: ImageDraw.ImageDraw, shape: str, x: int, y: int, r: int, colour: tuple[int, int, int]) -> None:
-    if shape == "circle":
-        pen.ellipse((x - r, y - r, x + r, y + r), fill=colour)
-    elif shape == "square":
-        pen.rectangle((x - r + 1, y - r + 1, x + r - 1, y + r - 1), fill=colour)
-    elif shape == "triangle":
-        pen.polygon(((x, y - r), (x - r, y + r), (x + r, y + r)), fill=colour)
-    else:
-        for dx, dy in ((r, max(2, r // 3)), (max(2, r // 3), r)):
-            pen.rectangle((x - dx, y - dy, x + dx, y + dy), fill=colour)
-
-
-def _write(pen: ImageDraw.ImageDraw, choice: random.Random, number: str) -> None:
-    font = ImageFont.load_default(choice.randrange(22, 32))
-    left, top, right, bottom = pen.textbbox((0, 0), number, font=font)
-    at = (choice.randrange(2, SIDE - 2 - int(right - left)), choice.randrange(2, SIDE - 2 - int(bottom - top)))
-    ink = choice.choice([name for name in COLOURS if name != "yellow"])  # which can hardly be read on paper
-    pen.text((at[0] - left, at[1] - top), number, font=font, fill=COLOURS[ink])
+def _worn(image: Image.Image, choice: random.Random) -> Image.Image:
+    """Perhaps with grain, or as a JPEG file made it."""
+    kind = choice.random()
+    if kind < 0.12:
+        width, height = image.size
+        x, y = choice.randrange(100), choice.randrange(100)
+        tile = np.resize(_GRAIN[y : y + 500, x : x + 500], (height, width, 3)) if max(width, height) > 500 else None
+        grain = _GRAIN[y : y + height, x : x + width] if tile is None else tile
+        return Image.fromarray(np.clip(np.asarray(image) + choice.uniform(3, 14) * grain, 0, 255).astype(np.uint8))
+    if kind < 0.2:
+        file = io.BytesIO()
+        image.save(file, "JPEG", quality=choice.randrange(45, 96))
+        return Image.open(file).convert("RGB")
+    return image

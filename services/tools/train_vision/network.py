@@ -8,8 +8,9 @@ from torch.nn.functional import gelu, layer_norm, linear, relu, scaled_dot_produ
 
 from services.engine.vision import projector, tower
 from services.engine.vision.config import CLIP_MEAN, CLIP_STD, VisionConfig
-from services.tools.train_vision.drawings import SIDE
 
+PATCH = 16
+LEAST_PATCHES, MOST_PATCHES = 200, 256
 BODY = "vision_model.radio_model.model."
 NAMES = {
     "embedder": BODY + "patch_generator.embedder.weight",
@@ -31,34 +32,38 @@ IN_BLOCK = {
 }
 
 
-def small_config(hidden: int, width: int = 192, blocks: int = 6, patch: int = 8) -> VisionConfig:
-    """A tower for pictures of SIDE pixels; a larger picture is made as small."""
-    side = SIDE // patch
+def small_config(
+    hidden: int, width: int = 192, blocks: int = 5, inner: int | None = None, wide: int = 256
+) -> VisionConfig:
+    """A tower for pictures of about 256 x 256 pixels: what is larger or smaller is made so.
+
+    `inner` is the MLP's width (twice the tower's), `wide` the projector's.
+    """
     return VisionConfig(
-        patch=patch,
+        patch=PATCH,
         width=width,
         heads=width // 48,
-        inner=4 * width,
+        inner=inner or 2 * width,
         blocks=blocks,
         prefix=4,
-        table=side,
-        projector=4 * width,
+        table=16,
+        projector=wide,
         hidden=hidden,
-        least_patches=side * side // 4,
-        most_patches=side * side,
+        least_patches=LEAST_PATCHES,
+        most_patches=MOST_PATCHES,
         mean=CLIP_MEAN,
         std=CLIP_STD,
     )
 
 
 class Network(nn.Module):
-    """Parameters by the engine's names for them (with _ for .). All pictures have the full grid."""
+    """Parameters by the engine's names for them (with _ for .)."""
 
     def __init__(self, config: VisionConfig, seed: int = 0) -> None:
         super().__init__()
         self.config = config
-        self.side = config.table
         self._names: dict[str, str] = {}
+        self._places: dict[tuple[int, int], Tensor] = {}
         random = torch.Generator().manual_seed(seed)
         width, inner = config.width, config.inner
         shapes: dict[str, tuple[int, ...]] = {
@@ -91,10 +96,19 @@ class Network(nn.Module):
         value: Tensor = getattr(self, self._names[name])
         return value
 
-    def features(self, patches: Tensor) -> Tensor:
+    def patches(self, pixels: Tensor) -> Tensor:
+        """uint8 [pictures, height, width, 3], as large as their grid -> [pictures, patches, 3 patch^2], as
+        `services.engine.vision.preprocess` cuts them."""
+        count, height, width, _ = pixels.shape
+        mean, std = (torch.tensor(three, device=pixels.device) for three in (self.config.mean, self.config.std))
+        side = self.config.patch
+        cut = ((pixels / 255 - mean) / std).view(count, height // side, side, width // side, side, 3)
+        return cut.permute(0, 1, 3, 5, 2, 4).reshape(count, -1, 3 * side * side)
+
+    def features(self, patches: Tensor, grid: tuple[int, int]) -> Tensor:
         """[pictures, patches, 3 patch^2] -> [pictures, tokens, 4 width], as the projector gets them."""
         config, count = self.config, len(patches)
-        x = linear(patches, self["embedder"]) + self["position"]
+        x = linear(patches, self["embedder"]) + self._positions(grid)
         x = torch.cat([self["class_tokens"].expand(count, -1, -1), x], dim=1)
         for index in range(config.blocks):
             block = f"blocks.{index}."
@@ -106,7 +120,9 @@ class Network(nn.Module):
             x = x + self._linear(block + "proj", attended)
             x = x + self._linear(block + "fc2", gelu(self._linear(block + "fc1", self._norm(block + "norm2", x))))
         x = self._norm("final_norm", x[:, config.prefix :])
-        return torch.stack([projector.shuffle(one, (self.side, self.side)) for one in x])
+        rows, columns = grid
+        cut = x.view(count, rows // 2, 2, columns // 2, 2, config.width)
+        return cut.transpose(2, 3).reshape(count, rows * columns // 4, 4 * config.width)
 
     def embeddings(self, features: Tensor) -> Tensor:
         """[pictures, tokens, 4 width] -> rows for the language model, [pictures, tokens, hidden]."""
@@ -124,6 +140,16 @@ class Network(nn.Module):
                 for kind in ("weight", "bias"):
                     named[f"blocks.{index}.{ours}.{kind}"] = f"{BODY}blocks.{index}.{theirs}.{kind}"
         return {theirs: self[ours].detach().cpu().to(torch.bfloat16).contiguous() for ours, theirs in named.items()}
+
+    def _positions(self, grid: tuple[int, int]) -> Tensor:
+        """[patches, width]: the engine's window of the table is a sum of its rows, with weights that depend on the grid
+        alone."""
+        table = self["position"][0]
+        if grid not in self._places:
+            side = self.config.table
+            self._places[grid] = tower.position_window(torch.eye(side**2).view(side, side, side**2), grid)
+        weights = self._places[grid] = self._places[grid].to(table.device)
+        return weights @ table
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return linear(x, self[f"{name}.weight"], self[f"{name}.bias"])

@@ -1,0 +1,61 @@
+"""The checkpoint's language model, frozen: the network that train_demo trains, with the quantised weights' values.
+
+Faster than transformers' by far, and gradients flow through it to the rows that stand for a picture. Owns no tower.
+"""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from services.engine.errors import CheckpointError
+from services.engine.model_config import ModelConfig, read_config
+from services.engine.names import canonical
+from services.tools import oracle
+from services.tools.train_demo import network
+
+
+class Language(nn.Module):
+    def __init__(self, checkpoint: Path, precision: torch.dtype) -> None:
+        """Raises CheckpointError if the checkpoint is not of a model that train_demo makes."""
+        super().__init__()
+        self._network = network.Network(ModelConfig.from_hf(read_config(checkpoint)))
+        _, unknown = self._network.load_state_dict(values := _values(checkpoint), strict=False)
+        lacking = {name for name in self._network.state_dict() if not name.startswith("mtp.")} - values.keys()
+        if unknown or lacking:
+            raise CheckpointError(f"{checkpoint}: no model of train-demo's: {sorted({*unknown, *lacking})[:3]}")
+        for module in self._network.modules():
+            if isinstance(module, network.Linear | network.Experts):  # which are used in this precision anyway
+                module.to(precision)
+        self.requires_grad_(False)
+
+    def words(self, ids: Tensor) -> Tensor:
+        """Embeddings float32 [rows, tokens, hidden] of ids [rows, tokens]."""
+        rows: Tensor = self._network.embeddings(ids)
+        return rows.float()
+
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+        """Logits float32 [places, vocabulary] of where `wanted` (bool [rows, tokens]) is set; x as `words` gives it."""
+        run = network.start(torch.zeros(x.shape[:2], dtype=torch.long, device=x.device), None, False)
+        for layer in self._network.layers:
+            x = layer(x, run)
+        hidden: Tensor = self._network.norm_f(x)[wanted]
+        return self._network.logits(hidden)
+
+
+def _values(checkpoint: Path) -> dict[str, Tensor]:
+    """By the network's names, without a draft block: a layer's experts are one tensor."""
+    state: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, Tensor]] = {}
+    for name, array in oracle.dequantise(oracle.read(checkpoint)).items():
+        ours = canonical(name)[1]
+        value = torch.from_numpy(np.ascontiguousarray(array))
+        if expert := re.fullmatch(r"(.*\.experts)\.(\d+)\.(up_proj|down_proj)\.weight", ours):
+            experts.setdefault(f"{expert[1]}.{expert[3]}", {})[int(expert[2])] = value
+        else:
+            state[ours] = value
+    return state | {
+        name: torch.stack([numbered[i] for i in range(len(numbered))]) for name, numbered in experts.items()
+    }
