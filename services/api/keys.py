@@ -4,7 +4,7 @@ else decides the state's bits: fingerprints of model and arithmetic, the picture
 import hashlib
 from collections.abc import Iterable, Sequence
 
-VERSION = 2  # of everything the api writes to the store; another version is another key
+VERSION = 3  # of everything the api writes to the store; another version is another key
 USED = f"thimble:{VERSION}:used"  # Redis key of a sorted set: when each own part was used last
 
 

@@ -76,7 +76,7 @@ class Plan:
                 state_id=o.head.state_id,
                 tokens=o.head.tokens,
                 size_bytes=o.head.size_bytes if o.sendable else 0,
-                blocks=o.record.blocks if o.sendable else (),
+                blocks=o.record.blocks,  # the name is of them too
             )
             for o in self.offers
         ]
@@ -147,7 +147,8 @@ class Snapshots:
             if at < state.tokens:
                 self._memory.forget_hot(key)
             elif at == state.tokens:
-                self._memory.put(key, Record(Head(state.state_id, at, at, 0, 0), array("I", plan.ids[:at])))
+                head = Head(state.state_id, at, at, 0, 0, len(state.blocks), state.block_bytes)
+                self._memory.put(key, Record(head, array("I", plan.ids[:at]), tuple(state.blocks)))
 
     def not_held(self, plan: Plan, tokens: int) -> None:
         """The engine began with a state of so many tokens: longer ones that only it could have, it has not."""

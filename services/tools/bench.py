@@ -23,6 +23,7 @@ BENCHMARKS = {
     "snapshots": ("services.tools.bench_snapshots", "a dialog's state from Redis and from memory, beside a raw read"),
     "speculation": ("services.tools.bench_speculation", "answers with and without drafts, on the processor"),
     "scan": ("services.tools.bench_scan", "the Mamba scan of a prompt on the GPU, token by token and by chunks"),
+    "stall": ("services.tools.bench_stall", "an answer on the GPU while a long prompt is read beside it"),
     "prefill": ("services.tools.bench_prefill", "prompts on the GPU, by length and by the share of experts in RAM"),
     "decode-disk": ("services.tools.bench_decode_disk", "whole tokens while a part of the experts is on a drive"),
     "vision": ("services.tools.bench_vision", "pictures through the tower on the GPU, against copy and compute"),

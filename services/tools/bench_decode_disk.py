@@ -39,13 +39,13 @@ from services.engine.gpu.weights import DeviceWeights
 from services.engine.pages import pages_for
 from services.tools import figures, measure
 from services.tools.bench_experts import PUBLISHED
-from services.tools.bench_misses import replayed_ms
 from services.tools.decode_rig import READERS, mid_dialog
 from services.tools.hardware import STEP_OVER_READING
 from services.tools.measure import Reads
 from services.tools.predict import GB, SUPER, Method
 from services.tools.synthetic_blocks import SyntheticBlocks
 from services.tools.traces.generators import generate
+from services.tools.traces.steady import steady
 
 CONTEXT_TOKENS = 2048
 HEADING = (
@@ -179,7 +179,7 @@ def plan_ms(routing: Routing, warm: int, slots: int, hits_ms: float, expert_ns: 
     expert_ns = min(expert_ns, layer_ns / top_k)
     late_ns = reads.late_ns + reads.alone_ns - expert_ns
     clock = Clock(layer_ns - top_k * expert_ns, expert_ns, reads.read_ns, late_ns=late_ns)
-    return replayed_ms(routing, warm, slots, clock)
+    return steady(routing, warm, slots, clock).ms
 
 
 def few_experts(routing: Routing, tokens: int) -> Routing:

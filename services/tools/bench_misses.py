@@ -10,13 +10,12 @@ missing blocks take on an idle machine, and which blocks a replay of the routing
 import argparse
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from kernels.block import BlockLayout
@@ -24,13 +23,14 @@ from kernels.experts.device.drive import DeviceDrive
 from kernels.experts.device.turns import SharedSlots
 from kernels.experts.host.binding import Catalog, Host, open_drives, read_rate
 from kernels.experts.host.drives import Drive, EmulatedDrive
-from kernels.experts.host.replay import SHIPPED, Clock, Routing, replay
+from kernels.experts.host.replay import Clock, Routing, hinted
 from kernels.workers.pool import Workers, default_threads
 from services.tools import figures, measure
 from services.tools.measure import Reads
 from services.tools.predict import SUPER, Method
 from services.tools.synthetic_blocks import SyntheticBlocks
 from services.tools.traces.generators import generate
+from services.tools.traces.steady import steady
 
 LAYOUT = BlockLayout(SUPER.latent, SUPER.width)
 TRACES = ("calibrated", "zipf", "markov")  # those without prompts
@@ -173,9 +173,8 @@ def replayed(host: Host, routing: Routing, args: argparse.Namespace, blocks: Syn
     for step, (layer, row) in enumerate(zip(routing.layer.tolist(), routing.ids, strict=True)):
         if step == begin_step:
             begun, before, stepping_s = time.perf_counter(), host.counters(), 0.0
-        for ahead, guess in enumerate(routing.guesses, 1):
-            if layer + ahead < routing.layers:
-                host.prefetch(layer + ahead, guess[step][guess[step] >= 0])
+        if layer + 1 < routing.layers:  # as the engine hints
+            host.prefetch(layer + 1, routing.guesses[0][step, : hinted(routing.ids.shape[1])])
         entered = time.perf_counter()
         host.step(layer, torch.from_numpy(row)[None], weights, x)
         stepping_s += time.perf_counter() - entered
@@ -209,22 +208,4 @@ def plan_ms(routing: Routing, warm: int, slots: int, cpu: float, reads: Reads, g
         read_ns=reads.read_ns,
         late_ns=reads.late_ns + reads.alone_ns - Method.CPU.expert_bytes(SUPER) / cpu,
     )
-    return replayed_ms(routing, warm, slots, clock)
-
-
-def replayed_ms(routing: Routing, warm: int, slots: int, clock: Clock) -> float:
-    whole, beginning = (replay(part, SHIPPED, [slots], clock)[0] for part in (routing, first_tokens(routing, warm)))
-    return (whole.decode_ns - beginning.decode_ns) / (len(routing.layer) / routing.layers - warm) / 1e6
-
-
-def first_tokens(routing: Routing, tokens: int) -> Routing:
-    steps = tokens * routing.layers
-    cut: Sequence[np.ndarray[tuple[int, int], np.dtype[np.int32]]] = [guess[:steps] for guess in routing.guesses]
-    return Routing(
-        routing.layers,
-        routing.experts,
-        routing.layer[:steps],
-        routing.first[: steps + 1],
-        routing.ids[:steps],
-        tuple(cut),
-    )
+    return steady(routing, warm, slots, clock).ms

@@ -131,10 +131,9 @@ async def _restore(
     """Seconds from the request to the restored state; from the engine's memory if there is no store, and over gRPC if
     there is no exchange."""
     head = record.head
-    offer = pb.StateRef(state_id=head.state_id, tokens=head.tokens)
+    offer = pb.StateRef(state_id=head.state_id, tokens=head.tokens, blocks=record.blocks)
     if store is not None:
         offer.size_bytes = head.size_bytes
-        offer.blocks.extend(record.blocks)
     generation = engine.generate(120)
     began = time.perf_counter()
     await generation.start(pb.Start(ids=[*ids, 1], max_tokens=1, offers=[offer]))

@@ -34,9 +34,6 @@ class TwoTokens:
         """Of speed, if that share of drafts is right."""
         return (1 + accepted) * self.one_ms / (self.two_ms + self.draft_ms)
 
-    def tok_s(self, accepted: float) -> float:
-        return self.gain(accepted) * 1e3 / self.one_ms
-
     @property
     def break_even(self) -> float:
         """The share of right drafts from which on it pays."""

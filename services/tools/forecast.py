@@ -1,17 +1,23 @@
 """What a machine will do with a model, before anyone buys it: tokens a second, time to a first token, what would help.
 
 Owns the assumptions that predict.py leaves to its caller: how often a block is missing, how unevenly the missing ones
-fall on the layers, how a prompt is read. Not in it: heat, other work on the machine, prefetch (off unless it pays).
+fall on the layers, how a prompt is read. Ours is a replay through the engine's own cache, with what it reads ahead; the
+published methods, and models of another shape than the routing is made up for, are the formula. Not in it: heat, other
+work on the machine, what a drive's writes take of the RAM's bandwidth.
 """
 
+import functools
 from dataclasses import dataclass, replace
 from math import comb
 
 import numpy as np
 
+from kernels.experts.host.replay import Clock, Ids, Routing
 from services.engine.gpu.ledger import SWEEP_PART
 from services.tools.hardware import PCIE_GB_S, Box
 from services.tools.predict import GB, Layer, Method, Shape, Token, layer_of, token
+from services.tools.traces.generators import generate
+from services.tools.traces.steady import steady
 
 # Share of all experts in RAM, and hits under plain LRU: `thimble simulate calibrated --policy lru --prefetch off`, 1000
 # tokens of the generator that is held to what was published of the real model (81-84 % at 24 %).
@@ -27,6 +33,7 @@ HITS = (
     (0.65, 0.964),
     (1.0, 1.0),
 )
+TOKENS, WARM_TOKENS = 600, 200  # of the routing that is replayed; the first fill the cache
 SWEEP_COMPUTE_SHARE = 0.4  # of the maker's TFLOPS that reading a prompt reaches
 # Of a token in one Mamba layer, whose recurrence goes token by token, so that latency counts and not a card's size:
 # scan.sequential_us and scan.convolve_us of 2048 tokens in tests/bench/results/h200-x2-32core.csv.
@@ -47,6 +54,65 @@ def decode(shape: Shape, box: Box, method: Method, hits: float) -> Token:
     reads = shape.experts_per_token * (1 - hits)
     hidden = 1 - exposed_ns(layer, shape.experts_per_token, hits) / (reads * layer.read_ns) if reads else 1.0
     return token(shape, box.rates, method, reads * shape.moe_layers, hidden=hidden)
+
+
+@dataclass(frozen=True)
+class Ours:
+    """A token of the engine. `hits`: found in RAM or in the card's memory, by then; `on_card` of all were there."""
+
+    token: Token
+    hits: float
+    on_card: float
+
+
+@functools.cache
+def made_up() -> Routing:
+    return generate("calibrated", TOKENS)
+
+
+def ours(shape: Shape, box: Box, cache_gb: float, card_gb: float = 0.0) -> Ours:
+    """With so much RAM, and so much of the card's memory, for experts. Those on the card are the hottest of the first
+    tokens, computed there from its memory while nobody else computes, which is more than they cost."""
+    routing = made_up()
+    if (routing.layers, routing.experts, routing.ids.shape[1]) != (
+        shape.moe_layers, shape.experts, shape.experts_per_token
+    ):  # fmt: skip
+        hits = hit_rate(cache_gb * GB / (shape.blocks * shape.block_bytes))
+        return Ours(decode(shape, box, Method.SPLIT, hits), hits, 0.0)
+    layer = layer_of(shape, box.rates, Method.SPLIT)
+    clock = Clock(layer.gap_ns, layer.expert_ns, layer.read_ns, layer.overlapped, "auto", late_ns=layer.late_ns)
+    slots = max(shape.experts_per_token, min(shape.blocks, int(cache_gb * GB / shape.block_bytes)))
+    kept = int(card_gb * GB / shape.block_bytes)
+    found = steady(without_hottest(routing, kept) if kept else routing, WARM_TOKENS, slots, clock)
+    named = shape.moe_layers * shape.experts_per_token
+    on_card = named - found.lookups
+    made = Token(
+        dense_ms=shape.dense_bytes / box.vram_gb_s / 1e6,
+        handoff_ms=shape.moe_layers * box.rates.handoff_us / 1e3,
+        experts_ms=found.lookups * layer.expert_ns / 1e6
+        + on_card * Method.SPLIT.expert_bytes(shape) / box.vram_gb_s / 1e6,
+        disk_ms=(found.lookups - found.hits) * layer.read_ns / 1e6,
+        disk_exposed_ms=found.waited_ms,
+    )
+    return Ours(made, (found.hits + on_card) / named, on_card / named)
+
+
+def without_hottest(routing: Routing, kept: int) -> Routing:
+    """The same for a cache that need not have the `kept` blocks that the first tokens name most: another expert of the
+    same token, which it looks up anyway, stands for each, and none is guessed."""
+    rows = np.repeat(routing.layer, routing.rows_of_step).astype(np.int64) * routing.experts
+    keys = rows[:, None] + routing.ids
+    counts = np.bincount(keys[: WARM_TOKENS * routing.layers].ravel(), minlength=routing.layers * routing.experts)
+    hottest = np.zeros(len(counts), bool)
+    hottest[np.argsort(-counts, kind="stable")[:kept]] = True
+    held = hottest[keys]
+    other = routing.ids[np.arange(len(keys)), held.argmin(axis=1)]  # the first that is not; or, if all are, one of them
+    ids = np.where(held, other[:, None], routing.ids)
+    guesses: list[Ids] = []
+    for ahead, guess in enumerate(routing.guesses, 1):
+        there = rows[:, None] + ahead * routing.experts + np.maximum(guess, 0)
+        guesses.append(np.where(hottest[there % len(hottest)], -1, guess).astype(np.int32))
+    return replace(routing, ids=ids, guesses=tuple(guesses))
 
 
 def exposed_ns(layer: Layer, experts: int, hits: float) -> float:
@@ -108,18 +174,18 @@ class Upgrade:
     tok_s: float
 
 
-def upgrades(shape: Shape, box: Box, cache_gb: float) -> list[Upgrade]:
+def upgrades(shape: Shape, box: Box, cache_gb: float, card_gb: float = 0.0) -> list[Upgrade]:
     """What one change would give, the best first."""
 
-    def after(name: str, changed: Box, cache: float = cache_gb) -> Upgrade:
-        hits = hit_rate(cache * GB / (shape.blocks * shape.block_bytes))
-        return Upgrade(name, decode(shape, changed, Method.SPLIT, hits).tok_s)
+    def after(name: str, changed: Box, cache: float = cache_gb, card: float = card_gb) -> Upgrade:
+        return Upgrade(name, ours(shape, changed, cache, card).token.tok_s)
 
     found = [
         after(f"as much RAM again, {box.ram_gb:.0f} GB of the same speed", box, cache_gb + box.ram_gb),
         after("a second drive like the first (thimble spread)", box.with_rates(box.dram_gb_s, 2 * box.disk_gb_s)),
         after("RAM a quarter faster", box.with_rates(1.25 * box.dram_gb_s, box.disk_gb_s)),
         after("a card with twice the memory bandwidth", replace(box, vram_gb_s=2 * box.vram_gb_s)),
+        after("the same card with 8 GB more, for experts", box, card=card_gb + 8),
     ]
     wider_gb_s = PCIE_GB_S.get((box.card.pcie[0], 16), 0.0)  # of a measured card it is not known
     if wider_gb_s > box.pcie_gb_s:

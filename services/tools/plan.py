@@ -19,15 +19,17 @@ from services.engine.gpu.plan import CHUNKS
 from services.engine.model_config import ModelConfig
 from services.tools import figures, measure
 from services.tools.draft_forecast import ACCEPTED, REPEATED, block_bytes, two_tokens
-from services.tools.forecast import decode, first_token, hit_rate, upgrades
+from services.tools.forecast import Ours, first_token, ours, upgrades
 from services.tools.hardware import CARDS, Box, Card, box
-from services.tools.predict import GB, Method, Rates, Shape, Token
+from services.tools.predict import GB, Rates, Shape, Token
 from services.tools.ram_ledger import PlanError, RamLedger, RamWanted, ram_ledger
 from services.tools.synthetic_shapes import SUPER, dense_layout
 
 WORTH = 1.02  # an upgrade that gives less is none
 PROMPTS = (40, 512, 2048, 8192, 32768)
 OSRELEASE = Path("/proc/sys/kernel/osrelease")
+LEFT_BYTES = 256 * vram.MIB  # of a card, that nothing is planned for, before experts are kept there
+LEAST_KEPT = 0.01  # of all experts
 GIB_IN_GB = 2**30 / GB  # RAM is sold in GiB
 
 
@@ -82,33 +84,37 @@ def run(args: argparse.Namespace) -> int:
     wsl2 = args.wsl2 or (args.ram is None and "microsoft" in OSRELEASE.read_text().lower())
     wanted = RamWanted(args.cache, args.redis, args.hot_states, args.desktop, not args.no_monitoring, wsl2)
     ram = ram_ledger(config, shape.blocks, corners[0].ram_gb, wanted)
-    hits = hit_rate(ram.cache_gb * GB / (shape.blocks * shape.block_bytes))
     for line in machine_lines(corners):
         print(line)
     print(f"\nGraphics memory, {args.sequences} sequences of {args.context} tokens")
     budget_bytes = corners[0].card.vram_mib * vram.MIB
     asked = with_chunk(config, dense, vram.Wanted(args.sequences, args.context), budget_bytes)
+    asked = with_experts(config, dense, asked, shape.blocks, budget_bytes)
+    card_gb = asked.kept_blocks * shape.block_bytes / GB
     print(vram.require(config, dense, asked, budget_bytes))
     print(f"\nRAM\n{ram}")
-    print(f"\nSettings\n{settings(ram, args)}")
-    print(f"\nA token, {100 * hits:.1f} % of the experts found in RAM (a replay of made-up routing)")
-    tokens = [(corner, decode(shape, corner, Method.SPLIT, hits)) for corner in corners]
+    print(f"\nSettings\n{settings(ram, args, card_gb)}")
+    found = [ours(shape, corner, ram.cache_gb, card_gb) for corner in corners]
+    there = f", {100 * found[0].on_card:.1f} % on the card" if card_gb else ""
+    hits = 100 * found[0].hits
+    print(f"\nA token, {hits:.1f} % of the experts found in memory{there} (a replay of made-up routing)")
+    tokens = [(corner, one.token) for corner, one in zip(corners, found, strict=True)]
     for line in token_table(tokens):
         print(line)
-    for line in draft_lines(shape, corners[0], hits, block_bytes(config, dense)):
+    for line in draft_lines(shape, corners[0], found[0], block_bytes(config, dense)):
         print(line)
     share = ram.cache_gb * GB / (shape.blocks * shape.block_bytes)
     for line in first_token_table(shape, corners, share, asked.chunk_tokens, tokens[0][1]):
         print(line)
     print(f"\nWhat would help, from {tokens[0][1].tok_s:.1f} tok/s")
-    for upgrade in upgrades(shape, corners[0], ram.cache_gb):
+    for upgrade in upgrades(shape, corners[0], ram.cache_gb, card_gb):
         worth = upgrade.tok_s > WORTH * tokens[0][1].tok_s
         print(f"  {upgrade.tok_s:6.1f} tok/s  {upgrade.name}{'' if worth else ': no use'}")
-    print("\nNot in it: prefetch, heat, other work on the machine, a long context's attention.")
+    print("\nNot in it: heat, other work on the machine, a long context's attention, what a drive takes of RAM's rate.")
     if args.record:
         low, high = tokens[0][1].tok_s, tokens[-1][1].tok_s
         ends = " to ".join(f"RAM {c.dram_gb_s:g} and disk {c.disk_gb_s:g} GB/s" for c in (corners[0], corners[-1]))
-        given = f"cache {ram.cache_gb:.1f} GB, {100 * hits:.1f} % hits assumed, {ends}"
+        given = f"cache {ram.cache_gb:.1f} GB, {hits:.1f} % hits by replay, {ends}"
         note = f"predicted, not measured: low end; high end {high:.1f}; {given}"
         figures.append(args.record, "plan.rtx5060_tok_s", low, "tok/s", note)
     return 0
@@ -119,6 +125,15 @@ def with_chunk(config: ModelConfig, dense: vram.Layout, asked: vram.Wanted, budg
     tried = (replace(asked, chunk_tokens=chunk, joined=joined) for chunk in CHUNKS for joined in (True, False))
     fits = (wanted for wanted in tried if vram.ledger(config, dense, wanted).total_bytes <= budget_bytes)
     return next(fits, asked)
+
+
+def with_experts(
+    config: ModelConfig, dense: vram.Layout, asked: vram.Wanted, blocks: int, budget_bytes: int
+) -> vram.Wanted:
+    """What is left for the hottest experts, if it is worth it."""
+    left_bytes = budget_bytes - vram.ledger(config, dense, asked).total_bytes - LEFT_BYTES
+    kept = min(blocks, left_bytes // config.block.block_bytes)
+    return replace(asked, kept_blocks=kept) if kept >= LEAST_KEPT * blocks else asked
 
 
 def shape_of(config: ModelConfig, dense_bytes: int) -> Shape:
@@ -186,7 +201,7 @@ def machine_lines(corners: list[Box]) -> list[str]:
     ]
 
 
-def settings(ram: RamLedger, args: argparse.Namespace) -> str:
+def settings(ram: RamLedger, args: argparse.Namespace, card_gb: float) -> str:
     return "\n".join(
         [
             f"  THIMBLE_ENGINE_EXPERT_CACHE_GB={ram.cache_gb:.1f}",
@@ -194,6 +209,7 @@ def settings(ram: RamLedger, args: argparse.Namespace) -> str:
             f"  THIMBLE_ENGINE_HOT_STATES_GB={args.hot_states:g}",
             f"  THIMBLE_ENGINE_MAX_SEQUENCES={args.sequences}",
             f"  THIMBLE_ENGINE_CONTEXT_TOKENS={args.context}",
+            *([f"  THIMBLE_ENGINE_VRAM_EXPERTS_GB={card_gb:.1f}"] if card_gb else []),
             f"  THIMBLE_REDIS_MEMORY={args.redis * 1000:.0f}mb",
         ]
     )
@@ -212,16 +228,16 @@ def token_table(tokens: list[tuple[Box, Token]]) -> Iterator[str]:
         )
 
 
-def draft_lines(shape: Shape, machine: Box, hits: float, draft_bytes: int) -> Iterator[str]:
-    """On the slowest of the machines."""
-    own, copied = two_tokens(shape, machine, hits, draft_bytes), two_tokens(shape, machine, hits, 0)
+def draft_lines(shape: Shape, machine: Box, one: Ours, draft_bytes: int) -> Iterator[str]:
+    """On the slowest of the machines, where a token without drafts is `one`."""
+    own, copied = (two_tokens(shape, machine, one.hits, size) for size in (draft_bytes, 0))
     yield (
         f"\nTwo tokens in a step, if {100 * REPEATED:.0f} % of a layer's experts come again: {own.two_ms:.1f} ms, "
         f"a draft of the model's own {own.draft_ms:.1f} ms (not on a GPU yet)"
     )
     for accepted in ACCEPTED:
-        gain = f"{own.gain(accepted):.2f} times as fast"
-        yield f"  {100 * accepted:.0f} % of drafts right: {own.tok_s(accepted):.1f} tok/s, {gain}"
+        gain = own.gain(accepted)
+        yield f"  {100 * accepted:.0f} % of drafts right: {gain * one.token.tok_s:.1f} tok/s, {gain:.2f} times as fast"
     yield (
         f"  it pays from {100 * own.break_even:.0f} % on; copies of what was read, which cost nothing, from "
         f"{100 * copied.break_even:.0f} %"

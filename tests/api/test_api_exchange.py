@@ -77,7 +77,7 @@ def test_what_is_spoilt_in_the_store_is_not_sent(
 
     async def spoilt(*args: Any) -> Any:
         with redis.Redis.from_url(store.url) as client:
-            for name in client.keys("thimble:2:state:*"):
+            for name in client.keys("thimble:3:state:*"):
                 if spoil == "missing":
                     client.hdel(name, "1")
                 elif spoil == "short":
@@ -173,15 +173,15 @@ def test_another_user_gets_no_connection(tmp_path: Path, monkeypatch: pytest.Mon
 def test_who_reads_can_do_nothing_else(store: EmbeddedStore) -> None:
     """The server itself sees to it, for what is lent by an api with a store of its own."""
     with redis.Redis.from_url(store.url) as client:
-        client.hset("thimble:2:state:a", "0", b"x" * 10)
-        client.set("thimble:2:block:b", b"y" * 10)
+        client.hset("thimble:3:state:a", "0", b"x" * 10)
+        client.set("thimble:3:block:b", b"y" * 10)
         client.set("other", b"z" * 10)
     asked: list[tuple[tuple[str, ...], bytes]] = [
-        (("HGET", "thimble:2:state:a", "0"), b"$10\r\nxxxxxxxxxx\r\n"),
-        (("GET", "thimble:2:block:b"), b"$10\r\nyyyyyyyyyy\r\n"),
+        (("HGET", "thimble:3:state:a", "0"), b"$10\r\nxxxxxxxxxx\r\n"),
+        (("GET", "thimble:3:block:b"), b"$10\r\nyyyyyyyyyy\r\n"),
         (("GET", "other"), b"-NOPERM"),
-        (("SET", "thimble:2:block:b", "new"), b"-NOPERM"),
-        (("DEL", "thimble:2:block:b"), b"-NOPERM"),
+        (("SET", "thimble:3:block:b", "new"), b"-NOPERM"),
+        (("DEL", "thimble:3:block:b"), b"-NOPERM"),
         (("KEYS", "*"), b"-NOPERM"),
         (("CONFIG", "GET", "*"), b"-NOPERM"),
         (("FLUSHALL",), b"-NOPERM"),
@@ -192,7 +192,7 @@ def test_who_reads_can_do_nothing_else(store: EmbeddedStore) -> None:
             connection.sendall(payload.requests[0])
             assert connection.recv(1000).startswith(answer), command
     with redis.Redis.from_url(store.url) as client:
-        assert client.get("thimble:2:block:b") == b"y" * 10, "the control: the owner may"
+        assert client.get("thimble:3:block:b") == b"y" * 10, "the control: the owner may"
 
 
 def test_without_a_connection_the_prompt_is_read(

@@ -58,9 +58,9 @@ def test_what_is_in_the_store(
 ) -> None:
     chat(start_api(redis_url=store.url, snapshot_ttl_s=1000), *DIALOG)
     names = [name for name in client.keys("*") if name != USED.encode()]
-    texts = [name for name in names if name.startswith(b"thimble:2:text:")]
-    states = [name for name in names if name.startswith(b"thimble:2:state:")]
-    blocks = [name for name in names if name.startswith(b"thimble:2:block:")]
+    texts = [name for name in names if name.startswith(b"thimble:3:text:")]
+    states = [name for name in names if name.startswith(b"thimble:3:state:")]
+    blocks = [name for name in names if name.startswith(b"thimble:3:block:")]
     assert len(texts) == len(states) == 3
     sent = [count for call in (*cold.calls, *cold.idle_calls) for count in call.sent_blocks]
     assert len(blocks) == sum(sent) > 1
@@ -156,7 +156,7 @@ def test_a_full_store(
     assert api.metric("snapshot_writes_total", result="refused") > 0
     assert api.metric("snapshot_store_available") == 1
     chat(api, *next_turn(reply))
-    for name in client.keys("thimble:2:state:*"):
+    for name in client.keys("thimble:3:state:*"):
         assert client.hexists(name, "size"), "half a payload stayed behind"
 
 
@@ -171,7 +171,7 @@ def test_eviction_takes_whole_payloads(
     time.sleep(1.1)  # the server's clock of use has seconds
     reply, _ = chat(api, *DIALOG)
     assert chat(api, *next_turn(reply))[1] > 0
-    for name in client.keys("thimble:2:state:*"):
+    for name in client.keys("thimble:3:state:*"):
         assert client.hlen(name) in (0, 4), "whole, or gone meanwhile"
 
 
@@ -191,7 +191,7 @@ def test_two_dialogs_that_take_turns_keep_being_found(
             dialog += [reply["choices"][0]["message"], {"role": "user", "content": "And what else is there to say?"}]
             time.sleep(1.1)  # the server's clock of use has seconds
     assert all(found[2:])
-    assert len(client.keys("thimble:2:state:*")) < 8, "they do not all fit"
+    assert len(client.keys("thimble:3:state:*")) < 8, "they do not all fit"
 
 
 def spoil_type(client: Any) -> None:
@@ -201,13 +201,13 @@ def spoil_type(client: Any) -> None:
 
 
 def spoil_records(client: Any) -> None:
-    for name in client.keys("thimble:2:text:*"):
+    for name in client.keys("thimble:3:text:*"):
         client.hset(name, mapping={"head": b"\xff" * 40, "ids": b"\x01"})
 
 
 def spoil_ids(client: Any) -> None:
     """Well-formed records that claim other ids: the check against the text must find it."""
-    for name in client.keys("thimble:2:text:*"):
+    for name in client.keys("thimble:3:text:*"):
         ids = bytearray(client.hget(name, "ids"))
         ids[40:44] = (77).to_bytes(4, "little")
         client.hset(name, "ids", bytes(ids))
@@ -215,7 +215,7 @@ def spoil_ids(client: Any) -> None:
 
 def add_unknown_ids(client: Any) -> None:
     """The text is spelled right, but by ids that the model does not have between the others."""
-    for name in client.keys("thimble:2:text:*"):
+    for name in client.keys("thimble:3:text:*"):
         head = head_from_field(client.hget(name, "head"))
         assert head is not None
         ids = array("I", client.hget(name, "ids"))
@@ -225,49 +225,49 @@ def add_unknown_ids(client: Any) -> None:
 
 
 def spoil_payloads(client: Any) -> None:
-    for name in client.keys("thimble:2:state:*"):
+    for name in client.keys("thimble:3:state:*"):
         chunk = client.hget(name, "1")
         client.hset(name, "1", b"\0" * len(chunk))
 
 
 def spoil_lengths(client: Any) -> None:
-    for name in client.keys("thimble:2:state:*"):
+    for name in client.keys("thimble:3:state:*"):
         client.hset(name, "1", b"short")
 
 
 def drop_chunks(client: Any) -> None:
-    for name in client.keys("thimble:2:state:*"):
+    for name in client.keys("thimble:3:state:*"):
         client.hdel(name, "1")
 
 
 def drop_payloads(client: Any) -> None:
-    client.delete(*client.keys("thimble:2:state:*"))
+    client.delete(*client.keys("thimble:3:state:*"))
 
 
 def drop_a_block(client: Any) -> None:
     """The one that all states have."""
-    blocks = client.hget(client.keys("thimble:2:text:*")[0], "blocks")
-    client.delete(b"thimble:2:block:" + blocks[:16].hex().encode())
+    blocks = client.hget(client.keys("thimble:3:text:*")[0], "blocks")
+    client.delete(b"thimble:3:block:" + blocks[:16].hex().encode())
 
 
 def spoil_blocks(client: Any) -> None:
-    for name in client.keys("thimble:2:block:*"):
+    for name in client.keys("thimble:3:block:*"):
         client.set(name, bytes(client.strlen(name)))
 
 
 def spoil_block_types(client: Any) -> None:
-    for name in client.keys("thimble:2:block:*"):
+    for name in client.keys("thimble:3:block:*"):
         client.delete(name)
         client.hset(name, "x", "y")
 
 
 def spoil_block_names(client: Any) -> None:
-    for name in client.keys("thimble:2:text:*"):
+    for name in client.keys("thimble:3:text:*"):
         client.hset(name, "blocks", b"\xff" * 7)
 
 
 def drop_records(client: Any) -> None:
-    client.delete(*client.keys("thimble:2:text:*"))
+    client.delete(*client.keys("thimble:3:text:*"))
 
 
 @pytest.mark.parametrize(

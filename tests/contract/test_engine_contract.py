@@ -102,7 +102,8 @@ def test_hot_sent_and_refused_states_all_give_the_same_answer(
     """On the engine that took it, on another one with another cache, and after a payload that is no good."""
     first = ask(channel, start(ids, snapshot_at=[len(ids) - 2]))
     ((state, chunks),) = payloads(first)
-    hot = ask(channel, start(ids, offers=[pb.StateRef(state_id=state.state_id, tokens=state.tokens)]))
+    offer = pb.StateRef(state_id=state.state_id, tokens=state.tokens, blocks=state.blocks)
+    hot = ask(channel, start(ids, offers=[offer]))
     assert hot[0].restore.source == pb.Restore.HOT
 
     def offered(data: list[bytes]) -> list[pb.GenerateOut]:

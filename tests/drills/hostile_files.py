@@ -24,10 +24,13 @@ from services.api.model_folder import load_model_folder
 from services.engine.checkpoint import INDEX, SINGLE, Checkpoint
 from services.engine.errors import CheckpointError, StoreError
 from services.engine.experts.store import Store
+from services.engine.model_config import read_config
 from services.engine.tensorfile import read_header
+from services.engine.vision.config import read_vision_config
 from services.tools import figures, small_checkpoint
 from services.tools.repack import repack
 
+PREPROCESSOR = "preprocessor_config.json"
 DEMO = Path(__file__).parents[2] / "demo"
 MOST_S = 10.0  # of processor time for one file; all of these take milliseconds
 MOST_GROWTH_BYTES = 1_500_000_000
@@ -76,14 +79,25 @@ def targets(folder: Path) -> dict[str, Target]:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         shutil.copy(DEMO / name, model)
 
+    told = {"min_num_patches": 9, "max_num_patches": 64, "norm_mean": [0.5, 0.5, 0.5], "norm_std": [0.2, 0.2, 0.2]}
+    (shards / PREPROCESSOR).write_text(json.dumps(told))
+    seeing = repack(shards, folder / "seeing", say=lambda text: None).folder
+
     def opened(path: Path) -> object:
         return Store.open(path).dense()
+
+    def seen(path: Path) -> object:
+        shapes = {name: tensor.shape for name, tensor in Checkpoint.open(path).vision.items()}
+        return read_vision_config(path, read_config(path), shapes)
 
     return {
         "header": Target(plain, SINGLE, lambda path: read_header(path / SINGLE), CheckpointError),
         "checkpoint": Target(plain, SINGLE, Checkpoint.open, CheckpointError),
         "index": Target(shards, INDEX, Checkpoint.open, CheckpointError),
         "config": Target(shards, "config.json", Checkpoint.open, CheckpointError),
+        "vision config": Target(shards, "config.json", seen, CheckpointError),
+        "preprocessor": Target(shards, PREPROCESSOR, seen, CheckpointError),
+        "seeing manifest": Target(seeing, "manifest.json", Store.open, StoreError),
         "manifest": Target(store, "manifest.json", opened, StoreError),
         "dense": Target(store, "dense.safetensors", opened, StoreError),
         "tokenizer": Target(model, "tokenizer.json", load_model_folder, ModelFolderError),

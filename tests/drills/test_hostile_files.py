@@ -78,6 +78,8 @@ def test_an_index_cannot_lead_out_of_its_folder(whole: dict[str, Target], path: 
 FOUND = {
     "config": (b'{"architectures": ["NemotronHForCausalLM"], "a": ' + DEEP + b"}", "nested too deeply"),
     "index": (b'{"weight_map": ' + DEEP + b"}", "nested too deeply"),
+    "vision config": (b'{"architectures": ["NemotronHForCausalLM"], "a": ' + DEEP + b"}", "nested too deeply"),
+    "preprocessor": (DEEP, "nested too deeply"),
     "manifest": (DEEP, "nested too deeply"),
     "tokenizer config": (DEEP, "recursion"),
     "defaults": (DEEP, "recursion"),
@@ -97,6 +99,29 @@ def test_what_was_found_is_refused_in_words(whole: dict[str, Target], name: str)
     finally:
         (target.folder / target.file).write_bytes(before)
     assert target.read(target.folder) is not None
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "message"),
+    [
+        ("preprocessor", {"norm_std": [0.5, 10**400, 0.5]}, "expected three numbers"),
+        ("vision config", {"vision_config": "x"}, "vision_config is 'x', expected an object"),
+        ("vision config", {"vision_config": {"args": [1]}}, r"args is '\[1\]', expected an object"),
+        ("vision config", {"patch_size": "16"}, "patch_size is '16'"),
+    ],
+)
+def test_what_was_found_in_a_vision_side(
+    whole: dict[str, Target], file: str, values: dict[str, object], message: str
+) -> None:
+    target = whole[file]
+    path = target.folder / target.file
+    before = path.read_bytes()
+    try:
+        path.write_text(json.dumps(json.loads(before) | {"vision_config": {}} | values))
+        with pytest.raises(CheckpointError, match=message):
+            target.read(target.folder)
+    finally:
+        path.write_bytes(before)
 
 
 def test_a_fault_of_a_reader_would_be_found(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from tiny import CONFIG, dump, equal, fed, feed, load
 from services.engine.errors import OutOfPagesError, PayloadError
 from services.engine.pages import PAGE_TOKENS, PagePool
 from services.engine.snapshots import memory
+from services.engine.snapshots.hot import HotStates
 from services.engine.snapshots.payload import (
     CHECKSUM_BYTES,
     CHUNK_BYTES,
@@ -239,9 +240,35 @@ def test_a_payload_of_more_pages_than_there_are_is_refused(whole: bytes) -> None
     assert f"at most {PAGE_TOKENS}" in refusal(whole, small)
 
 
-def test_the_state_id_is_of_arithmetic_and_ids() -> None:
-    ids = [1, 2, 3]
-    names = [state_id("a", ids), state_id("b", ids), state_id("a", [1, 2]), state_id("a", [3, 2, 1]), state_id("a", [])]
-    assert len(set(names)) == 5
+def test_the_state_id_is_of_arithmetic_ids_and_blocks() -> None:
+    ids, block = [1, 2, 3], bytes(16)
+    different = [("a", ids, ()), ("b", ids, ()), ("a", [1, 2], ()), ("a", [3, 2, 1], ()), ("a", [], ())]
+    different += [("a", ids, (block,)), ("a", ids, (block, block)), ("a", [*ids, 0, 0, 0, 0], ())]
+    names = [state_id(*one) for one in different]
+    assert len(set(names)) == len(different)
     assert {len(name) for name in names} == {32}
-    assert state_id("a", tuple(ids)) == names[0]
+    assert state_id("a", tuple(ids), []) == names[0]
+
+
+def test_two_states_of_the_same_ids_are_never_mixed(pool: PagePool) -> None:
+    """As a GPU has them: the same text, swept in one dialog and decoded in another."""
+    swept, decoded = fed(pool, PAGE_TOKENS + 3, seed=1), fed(pool, PAGE_TOKENS + 3, seed=2)
+    decoded.ids = list(swept.ids)
+    hot = HotStates(FORMAT, "arithmetic", 1 << 30)
+    (one, how), (other, how_other) = hot.take(swept, False), hot.take(decoded, False)
+    assert (how, how_other) == ("taken", "taken"), "one in the place of the other would have the other's blocks"
+    assert one is not None
+    assert other is not None
+    assert one.ref.state_id != other.ref.state_id
+    for state, stored in ((swept, one), (decoded, other)):
+        ref = replace(stored.ref, size_bytes=0)
+        chosen = hot.choose([ref], [*state.ids, 1])
+        assert chosen is not None
+        assert hot.get(chosen) is stored
+        restored = State(CONFIG, pool)
+        hot.load(stored, restored)
+        assert equal(restored, state)
+        restored.release()
+    mixed = replace(one.ref, blocks=other.ref.blocks)
+    assert hot.choose([mixed], [*swept.ids, 1]) is None
+    assert hot.take(swept, False) == (one, "held"), "the control: the same bits are one state"

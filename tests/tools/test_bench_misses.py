@@ -15,6 +15,7 @@ from kernels.workers.pool import Workers
 from services.tools import bench_misses, measure
 from services.tools.cli import main
 from services.tools.synthetic_blocks import SyntheticBlocks
+from services.tools.traces.steady import first_tokens, steady
 
 
 @pytest.fixture(autouse=True)
@@ -66,13 +67,13 @@ def test_the_plan_is_of_what_comes_after_the_beginning() -> None:
     """By hand where nothing is read twice; smaller caches and later blocks take longer."""
     routing = bench_misses.generate("markov", 20)
     clock = Clock(gap_ns=1e6, expert_ns=0.0, read_ns=0.0)
-    assert bench_misses.replayed_ms(routing, 15, 20480, clock) == pytest.approx(40.0)
+    assert steady(routing, 15, 20480, clock).ms == pytest.approx(40.0)
     slow = replace(clock, read_ns=1e6)
-    all_there = bench_misses.replayed_ms(routing, 15, 20480, slow)
-    assert 40 < all_there < bench_misses.replayed_ms(routing, 15, 2000, slow)
-    late = bench_misses.replayed_ms(routing, 15, 20480, replace(slow, late_ns=1e5))
+    all_there = steady(routing, 15, 20480, slow).ms
+    assert 40 < all_there < steady(routing, 15, 2000, slow).ms
+    late = steady(routing, 15, 20480, replace(slow, late_ns=1e5)).ms
     assert all_there + 1 < late <= all_there + 4.0001
-    assert len(bench_misses.first_tokens(routing, 15).layer) == 600
+    assert len(first_tokens(routing, 15).layer) == 600
 
 
 @pytest.mark.parametrize("latency_ms", [0, 30])

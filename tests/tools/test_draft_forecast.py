@@ -6,7 +6,7 @@ import pytest
 
 from services.tools import plan
 from services.tools.draft_forecast import block_bytes, two_tokens
-from services.tools.forecast import decode, hit_rate
+from services.tools.forecast import Ours, decode, hit_rate
 from services.tools.hardware import CARDS, box
 from services.tools.predict import SUPER, Method
 from services.tools.synthetic_shapes import SUPER as MODEL
@@ -43,7 +43,8 @@ def test_the_block_is_the_published_one() -> None:
 
 
 def test_the_plan_tells_of_it() -> None:
-    lines = list(plan.draft_lines(SUPER, BOX, hit_rate(0.24), block_bytes(MODEL, dense_layout(MODEL))))
+    one = Ours(decode(SUPER, BOX, Method.SPLIT, 0.9), 0.9, 0.0)
+    lines = list(plan.draft_lines(SUPER, BOX, one, block_bytes(MODEL, dense_layout(MODEL))))
     assert lines[0].startswith("\nTwo tokens in a step, if 40 %")
     assert [line.split(":")[0].strip() for line in lines[1:5]] == [f"{n} % of drafts right" for n in (60, 75, 85, 90)]
     assert "it pays from" in lines[5]

@@ -15,6 +15,7 @@ from services.engine.vision.embedding import embed, run
 from services.engine.vision.preprocess import patches
 from services.tools import oracle
 from services.tools.repack import repack
+from services.tools.train_demo.fused import plain
 from services.tools.train_vision import command, drawings
 from services.tools.train_vision.batches import GRIDS, IGNORED, Drawings, Prompts
 from services.tools.train_vision.labels import CLASSES, COUNT
@@ -68,6 +69,8 @@ def test_the_language_model_is_the_checkpoints(demo_checkpoint: Path) -> None:
     wanted = theirs(inputs_embeds=theirs.get_input_embeddings()(ids)).logits
     assert torch.allclose(found, wanted, atol=1e-3)
     assert not any(parameter.requires_grad for parameter in language.parameters())
+    language.fused = plain(torch.float32)  # what is compiled on a GPU
+    assert torch.allclose(language(language.words(ids), everywhere).view(2, 20, -1), wanted, atol=1e-3)
     last = torch.zeros(2, 20, dtype=torch.bool)
     last[:, -1] = True
     assert torch.allclose(language(language.words(ids), last), found[:, -1], atol=1e-4)

@@ -86,7 +86,7 @@ class Arriving:
 
     def _own_part_came(self) -> None:
         loader, names = self._loader, self.ref.blocks
-        if loader.names != names or self._hot.name(self._state.ids).state_id != self.ref.state_id:
+        if loader.names != names or self._hot.name(self._state.ids, names).state_id != self.ref.state_id:
             raise PayloadError("snapshot: it holds another state than the one that was offered")
         for number, name in enumerate(names):
             if name in self.blocks:

@@ -59,14 +59,14 @@ class HotStates:
         return len(self._states)
 
     def name(self, ids: Sequence[int], blocks: tuple[bytes, ...] = ()) -> StateRef:
-        """The state that has consumed `ids`, as it is called everywhere."""
-        form = self.payloads
-        return StateRef(state_id(self._fingerprint, ids), len(ids), form.own_bytes(len(ids)), blocks, form.block_bytes)
+        """The state that has consumed `ids` and has these blocks, as it is called everywhere."""
+        form, name = self.payloads, state_id(self._fingerprint, ids, blocks)
+        return StateRef(name, len(ids), form.own_bytes(len(ids)), blocks, form.block_bytes)
 
     def choose(self, offers: Iterable[StateRef], ids: Sequence[int]) -> StateRef | None:
         """The first offer that is a state of a true prefix of `ids` and either held here or for the client to send.
 
-        A name is a hash of ids and arithmetic, so one that matches cannot be of another text or model.
+        A name is a hash of ids, arithmetic and blocks, so one that matches cannot be of another text or model.
         """
         for offer in offers:
             if not 0 < offer.tokens < len(ids):

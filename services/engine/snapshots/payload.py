@@ -301,10 +301,18 @@ def block_name(pieces: Iterable[bytes | memoryview]) -> bytes:
     return digest.digest()
 
 
-def state_id(arithmetic_fingerprint: str, ids: Sequence[int]) -> bytes:
-    """The name of the state that has consumed `ids`: equal names, equal bits. 32 bytes."""
+def state_id(arithmetic_fingerprint: str, ids: Sequence[int], blocks: Sequence[bytes]) -> bytes:
+    """The name of a state that has consumed `ids`, 32 bytes. Equal names: the same ids, read by the same arithmetic,
+    and the same bits in all complete blocks of keys and values.
+
+    Where an arithmetic has one path, as on the CPU, ids and arithmetic decide every bit, and equal names are equal
+    bits. On a GPU long pieces of a prompt are swept and short ones decoded, so the bits depend also on where the pieces
+    began, within the bound that both paths keep. Therefore the blocks are in the name: own part and blocks of one name
+    belong together, whoever wrote them. What is left to differ is the own part, and a payload has it as a whole.
+    """
     digest = hashlib.blake2b(arithmetic_fingerprint.encode() + b"\0", digest_size=32)
-    digest.update(array("I", ids).tobytes())
+    digest.update(struct.pack("<Q", len(ids)) + array("I", ids).tobytes())
+    digest.update(b"".join(blocks))
     return digest.digest()
 
 

@@ -5,7 +5,6 @@ preprocessor_config.json. What this engine does not compute is refused.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from services.engine.errors import CheckpointError
+from services.engine.parsing import parse_json
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -82,13 +82,13 @@ def read_vision_config(folder: Path, raw: Mapping[str, Any], shapes: Mapping[str
     for key, only in FIXED.items():
         if raw.get(key, only) != only:
             raise CheckpointError(f"config: {key} is {raw[key]!r}; this engine computes only {only!r}")
-    vision = raw.get("vision_config") or {}
-    args = vision.get("args") or {}
+    vision = _object(raw, "vision_config")
+    args = _object(vision, "args")
     places: tuple[Mapping[str, Any], ...] = (args, vision, _preprocessor(folder), raw)
     width, patch_values = shapes["embedder"]
     patch = _first(places[1:], ("patch_size",), 16)
-    if patch_values != 3 * patch**2:
-        raise CheckpointError(f"config: patch_size is {patch}, but the embedder takes {patch_values} values")
+    if type(patch) is not int or patch_values != 3 * patch**2:
+        raise CheckpointError(f"config: patch_size is {patch!r}, but the embedder takes {patch_values} values")
     positions = shapes["position"][-2]
     if math.isqrt(positions) ** 2 != positions:
         raise CheckpointError(f"vision tensor position: {positions} positions are no square")
@@ -110,6 +110,13 @@ def read_vision_config(folder: Path, raw: Mapping[str, Any], shapes: Mapping[str
     )
 
 
+def _object(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = holder.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"config: {name} is {str(found)[:80]!r}, expected an object")
+    return found
+
+
 def _first(places: tuple[Mapping[str, Any], ...], names: tuple[str, ...], otherwise: Any) -> Any:
     return next((place[name] for place in places for name in names if place.get(name) is not None), otherwise)
 
@@ -117,15 +124,15 @@ def _first(places: tuple[Mapping[str, Any], ...], names: tuple[str, ...], otherw
 def _three(values: Any) -> tuple[float, float, float]:
     try:
         red, green, blue = (float(value) for value in values)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"config: {values!r} given as mean or std, expected three numbers") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"config: {str(values)[:200]} given as mean or std, expected three numbers") from error
     return red, green, blue
 
 
 def _preprocessor(folder: Path) -> Mapping[str, Any]:
     path = folder / "preprocessor_config.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

@@ -23,7 +23,7 @@ from services.tools.train_vision.scenes import Asked
 GRIDS = {(16, 16): 8, (14, 18): 5, (12, 20): 3, (18, 14): 2, (20, 12): 1, (10, 24): 1, (10, 22): 1}
 IGNORED = -100
 _QUESTION = "QUESTION"
-_STEP = 16  # lengths of prompts are multiples of it, so that memory is used again
+_STEP = 120  # lengths of prompts are multiples of it: of one length nearly always, for which layers are compiled
 
 
 @dataclass(frozen=True)

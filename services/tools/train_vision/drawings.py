@@ -20,6 +20,7 @@ from services.tools.train_vision.shapes import Tone, contrasting, draw, outline,
 
 HELD_OUT = 1 << 40
 SHARES: dict[Kind, float] = {"things": 46, "number": 18, "word": 14, "invoice": 18, "nothing": 4}
+LEAST_PIXELS: dict[Kind, int] = {"number": 96, "word": 120, "invoice": 240}  # a side, for letters that can be read
 _GRAIN = np.random.default_rng(0).normal(0, 1, (600, 600, 3)).astype(np.float32)
 
 
@@ -31,13 +32,17 @@ class Drawing:
 
 
 def drawing(seed: int, size: tuple[int, int] | None = None) -> Drawing:
-    """Of `size` (width, height), or of one that the seed says, up to 1024 pixels a side."""
+    """Of `size` (width, height), or of one that the seed says, up to 1024 pixels a side; with text in it, no
+    smaller than it takes to read it."""
     choice = random.Random(seed)
     held_out = seed >= HELD_OUT
     kind = choice.choices(list(SHARES), list(SHARES.values()))[0]
     seen = scenes.scene(choice, kind, held_out)
     asked = scenes.ask(seen, choice.choice(scenes.topics(seen)), choice, held_out)
-    return Drawing(paint(seen, choice, size or any_size(choice), held_out), seen, asked)
+    width, height = size or any_size(choice)
+    larger = max(1.0, LEAST_PIXELS.get(kind, 1) / math.sqrt(width * height))
+    size = round(width * larger), round(height * larger)
+    return Drawing(paint(seen, choice, size, held_out), seen, asked)
 
 
 def any_size(choice: random.Random) -> tuple[int, int]:
@@ -60,11 +65,11 @@ def any_size(choice: random.Random) -> tuple[int, int]:
 
 
 def size_for(choice: random.Random, grid: tuple[int, int], patch: int, limits: tuple[int, int]) -> tuple[int, int]:
-    """A size (width, height) that the engine makes this grid of: from half to twice what the tower will see of it."""
+    """A size (width, height) that the engine makes this grid of: a third to twice what the tower will see of it."""
     rows, columns = grid
     for _ in range(20):
         scale = choice.choice(
-            (1.0, 1.0, 1.0, choice.uniform(0.85, 1.15), choice.uniform(0.45, 1.0), choice.uniform(1.0, 2.0))
+            (1.0, 1.0, 1.0, choice.uniform(0.85, 1.15), choice.uniform(0.32, 1.0), choice.uniform(1.0, 2.0))
         )
         stretch = math.exp(choice.uniform(-0.08, 0.08)) if scale != 1.0 else 1.0
         size = (round(columns * patch * scale * stretch), round(rows * patch * scale / stretch))

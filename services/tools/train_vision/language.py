@@ -4,6 +4,8 @@ Faster than transformers' by far, and gradients flow through it to the rows that
 """
 
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +17,17 @@ from services.engine.model_config import ModelConfig, read_config
 from services.engine.names import canonical
 from services.tools import oracle
 from services.tools.train_demo import network
+from services.tools.train_demo.fused import Fused, compiled
+
+_ATTEMPTS = (("mamba", "attention", "moe"), ("mamba", "attention"), ("mamba",))
+_ALIKE = 0.97  # cosine of gradients; BF16 alone leaves 0.999
 
 
 class Language(nn.Module):
     def __init__(self, checkpoint: Path, precision: torch.dtype) -> None:
         """Raises CheckpointError if the checkpoint is not of a model that train_demo makes."""
         super().__init__()
+        self.fused: Fused | None = None  # used where gradients are wanted
         self._network = network.Network(ModelConfig.from_hf(read_config(checkpoint)))
         _, unknown = self._network.load_state_dict(values := _values(checkpoint), strict=False)
         lacking = {name for name in self._network.state_dict() if not name.startswith("mtp.")} - values.keys()
@@ -39,10 +46,38 @@ class Language(nn.Module):
     def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
         """Logits float32 [places, vocabulary] of where `wanted` (bool [rows, tokens]) is set; x as `words` gives it."""
         run = network.start(torch.zeros(x.shape[:2], dtype=torch.long, device=x.device), None, False)
+        run.fused = self.fused if torch.is_grad_enabled() else None
         for layer in self._network.layers:
             x = layer(x, run)
         hidden: Tensor = self._network.norm_f(x)[wanted]
         return self._network.logits(hidden)
+
+    def compile(self, x: Tensor, say: Callable[[str], None]) -> None:
+        """Layers as compiled functions for inputs as large as x, if that works and gives the same gradients here."""
+        wanted = self._gradients(x)
+        for names in _ATTEMPTS:
+            began = time.monotonic()
+            self.fused = compiled(torch.bfloat16, names)
+            try:
+                found = self._gradients(x)
+            except Exception as error:  # whatever a compiler may raise
+                why = f"{type(error).__name__}: {str(error)[:400]}"
+            else:
+                alike = float(torch.cosine_similarity(found, wanted, dim=0))
+                if alike > _ALIKE:
+                    say(f"compiled {', '.join(names)} in {time.monotonic() - began:.0f} s, gradients {alike:.4f}")
+                    return
+                why = f"gradients {alike:.4f}"
+            say(f"not compiled: {', '.join(names)}: {why}")
+        self.fused = None
+
+    def _gradients(self, x: Tensor) -> Tensor:
+        leaf = x.detach().requires_grad_()
+        everywhere = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+        everywhere[:, -1] = True
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
+            loss = self(leaf, everywhere).logsumexp(-1).sum()
+        return torch.autograd.grad(loss, leaf)[0].double().flatten()
 
 
 def _values(checkpoint: Path) -> dict[str, Tensor]:

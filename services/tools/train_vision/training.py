@@ -87,6 +87,8 @@ class Training:
         before = done.tower_s if stage == "tower" else done.projector_s
         if before >= seconds > 0:
             return
+        if stage == "projector" and self._half:
+            self.language.compile(self.language.words(next(batches).to(self._device).ids), self._say)
         began = told = saved = time.monotonic()
         steps, recent, waited = 0, 0.0, 0.0
         while (passed := before + time.monotonic() - began) < seconds or not steps:
