@@ -1,4 +1,5 @@
-"""The machine misbehaves under a fleet that answers: the wall clock jumps by days, the disk is a hundred times as slow.
+"""The machine misbehaves under a fleet that answers: the wall clock jumps by days, the disk is a hundred times as slow,
+or full.
 
 `python tests/drills/machine.py --seconds 300` is the long one. Every answer is held against what was said before, to
 the last bit.
@@ -65,14 +66,20 @@ class Troubled:
     trouble: Trouble
     expected: Expected
     before: Seen
+    folder: Path
+
+    def written(self) -> int:
+        """Bytes of logs and of the trace."""
+        return sum(path.stat().st_size for path in self.folder.iterdir() if path.suffix in (".log", ".trace"))
 
 
 @contextmanager
 def troubled(store: Path, folder: Path) -> Iterator[Troubled]:
     trouble = Trouble(folder)
-    with Fleet(store, folder, engines=1, more=trouble.environ, **SETTINGS) as fleet:
+    own = {"ENGINE_TRACE": str(folder / "own.trace"), "ENGINE_WARM_DIR": str(folder / "warm")}
+    with Fleet(store, folder, engines=1, more=trouble.environ, **SETTINGS, **own) as fleet:
         expected = expected_answers(fleet.url)
-        yield Troubled(fleet, trouble, expected, ask(fleet, 3.0, expected))
+        yield Troubled(fleet, trouble, expected, ask(fleet, 3.0, expected), folder)
 
 
 def ask(fleet: Fleet, seconds: float, expected: Expected) -> Seen:
@@ -125,7 +132,20 @@ def disk_drill(it: Troubled, seconds: float) -> Report:
     return report
 
 
-DRILLS = {"clock": clock_drill, "disk": disk_drill}
+def full_drill(it: Troubled, seconds: float) -> Report:
+    """Logs, the trace and what is kept for a warm start are all on that disk."""
+    report = Report("the disk is full", it.before)
+    it.trouble.full_disk(True)
+    before = it.written()
+    while_asked(it, seconds, report, lambda number: None)
+    report.note = f"{it.written() - before} bytes were written meanwhile"
+    it.trouble.full_disk(False)
+    it.fleet.chat([{"role": "user", "content": "What is 2 + 3?"}], max_tokens=16)
+    report.note += f", {it.written() - before} when it was emptied"
+    return report
+
+
+DRILLS = {"clock": clock_drill, "disk": disk_drill, "full": full_drill}
 
 
 def main() -> int:

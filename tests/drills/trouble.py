@@ -1,5 +1,5 @@
-"""A wall clock that jumps and a slow disk, for processes that are told so in their environment. Owns the file through
-which they hear of it while they run; trouble.cpp does it."""
+"""A wall clock that jumps, a disk that is slow or full, for processes that are told so in their environment. Owns the
+file through which they hear of it while they run; trouble.cpp does it."""
 
 import mmap
 import struct
@@ -31,3 +31,7 @@ class Trouble:
     def slow_disk(self, read_us: int) -> None:
         """From now on every read at an offset of a file takes so much longer."""
         self._told[8:16] = struct.pack("=q", read_us)
+
+    def full_disk(self, full: bool, after_bytes: int = 0) -> None:
+        """From now on no file takes a byte more, or all do again. `after_bytes`: once a process has written so many."""
+        self._told[16:24] = struct.pack("=q", full and max(1, after_bytes))

@@ -33,8 +33,18 @@ def prompts(demo_checkpoint: Path) -> Prompts:
 
 
 @pytest.fixture(scope="module")
-def training(demo_checkpoint: Path) -> Training:
-    return Training(demo_checkpoint, Network(small_config(256, width=48, blocks=1)), "cpu", 2, 0, lambda text: None)
+def language(demo_checkpoint: Path) -> Language:
+    return Language(demo_checkpoint, torch.float32)
+
+
+def begun(language: Language, prompts: Prompts, width: int = 48, seed: int = 0) -> Training:
+    network = Network(small_config(256, width, 1), seed)
+    return Training(language, prompts, network, "cpu", 2, 0, lambda text: None)
+
+
+@pytest.fixture(scope="module")
+def training(language: Language, prompts: Prompts) -> Training:
+    return begun(language, prompts)
 
 
 def test_what_is_trained_is_what_the_engine_runs(demo_checkpoint: Path, tmp_path: Path) -> None:
@@ -61,9 +71,9 @@ def test_what_is_trained_is_what_the_engine_runs(demo_checkpoint: Path, tmp_path
     assert not torch.allclose(run(embed(weights, cut[0], (8, 24))), wanted[0], atol=0.1)
 
 
-def test_the_language_model_is_the_checkpoints(demo_checkpoint: Path) -> None:
+def test_the_language_model_is_the_checkpoints(language: Language, demo_checkpoint: Path) -> None:
     ids = torch.randint(32, 4096, (2, 20), generator=torch.Generator().manual_seed(1))
-    language, theirs = Language(demo_checkpoint, torch.float32), oracle.load(demo_checkpoint)
+    theirs = oracle.load(demo_checkpoint)
     everywhere = torch.ones(2, 20, dtype=torch.bool)
     found = language(language.words(ids), everywhere).view(2, 20, -1)
     wanted = theirs(inputs_embeds=theirs.get_input_embeddings()(ids)).logits
@@ -71,6 +81,7 @@ def test_the_language_model_is_the_checkpoints(demo_checkpoint: Path) -> None:
     assert not any(parameter.requires_grad for parameter in language.parameters())
     language.fused = plain(torch.float32)  # what is compiled on a GPU
     assert torch.allclose(language(language.words(ids), everywhere).view(2, 20, -1), wanted, atol=1e-3)
+    language.fused = None
     last = torch.zeros(2, 20, dtype=torch.bool)
     last[:, -1] = True
     assert torch.allclose(language(language.words(ids), last), found[:, -1], atol=1e-4)
@@ -121,20 +132,19 @@ def test_a_batch_learns_and_the_language_model_stays(training: Training, prompts
     assert float(training._labels_loss(batch).detach()) > 0.1
 
 
-def test_an_interrupted_run_goes_on(training: Training, demo_checkpoint: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on(training: Training, language: Language, prompts: Prompts, tmp_path: Path) -> None:
     state = tmp_path / "run.state"
     training.run(0, state)
     kept = {name: value.clone() for name, value in training.network.state_dict().items()}
     steps = training.progress.steps
     assert steps == 2
-    other = Training(demo_checkpoint, Network(small_config(256, 48, 1), seed=9), "cpu", 2, 0, lambda text: None)
+    other = begun(language, prompts, seed=9)
     assert not torch.equal(other.network.state_dict()["embedder"], kept["embedder"])
     other._load(state)
     assert all(torch.equal(value, kept[name]) for name, value in other.network.state_dict().items())
     assert other.progress == training.progress
-    third = Training(demo_checkpoint, Network(small_config(256, 96, 1)), "cpu", 2, 0, lambda text: None)
     with pytest.raises(TeachingError, match="another tower"):
-        third.run(0, state)
+        begun(language, prompts, width=96).run(0, state)
 
 
 def test_the_command_makes_a_checkpoint_that_is_read(

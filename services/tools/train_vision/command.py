@@ -19,6 +19,8 @@ from services.engine.errors import CheckpointError
 from services.engine.model_config import language_config, read_config
 from services.engine.names import canonical
 from services.engine.tensorfile import write_tensors
+from services.tools.train_vision.batches import Prompts
+from services.tools.train_vision.language import Language
 from services.tools.train_vision.network import Network, config_entries, small_config
 from services.tools.train_vision.training import Training
 
@@ -48,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
         raise CheckpointError(f"{args.out}: exists; give a new folder")
     state = args.state or args.out.with_name(args.out.name + ".state")
     network = Network(small_config(language["hidden_size"], args.width, args.blocks))
-    training = Training(args.checkpoint, network, args.device, args.batch, args.workers, _say)
+    reads = Language(args.checkpoint, torch.bfloat16 if args.device.startswith("cuda") else torch.float32)
+    prompts = Prompts(args.checkpoint)
+    training = Training(reads, prompts, network, args.device, args.batch, args.workers, _say)
     training.run(args.minutes, state)
     for topic, (right, asked) in training.score(args.score).items():
         _say(f"held-out drawings, {topic:<11}{right:>5} of {asked:<5}{100 * right / max(1, asked):6.1f} %")

@@ -47,13 +47,15 @@ class Progress:
 
 
 class Training:
-    def __init__(self, checkpoint: Path, network: Network, device: str, batch: int, workers: int, say: Say) -> None:
-        self.network = network.to(device)
+    def __init__(
+        self, language: Language, prompts: Prompts, network: Network, device: str, batch: int, workers: int, say: Say
+    ) -> None:
+        """All of it on `device`; `batch` drawings a step, drawn by so many processes."""
+        self.network, self.language = network.to(device), language.to(device)
         self.head = Head(4 * network.config.width).to(device)
         self._half = device.startswith("cuda")  # matrix products in BF16
-        self.language = Language(checkpoint, torch.bfloat16 if self._half else torch.float32).to(device)
         self._device, self._say = device, say
-        self._prompts, self._batch, self._workers = Prompts(checkpoint), batch, workers
+        self._prompts, self._batch, self._workers = prompts, batch, workers
         everything = [*self.network.parameters(), *self.head.parameters()]
         self._optimiser = torch.optim.AdamW(everything, 1e-3, weight_decay=0.02, betas=(0.9, 0.98), fused=self._half)
         self.progress = Progress()
