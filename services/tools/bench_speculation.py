@@ -1,8 +1,10 @@
 """`thimble bench speculation STORE`: answers with and without drafts, on the processor, in one run.
 
-Every question is answered without drafts and with each kind of them in turn, greedily, so that the words must be the
-same; it stops if they are not. Sources that know the answer, and say it in a given share of cases, show the speed for
-any share of right drafts, and from which share on drafts pay. Owns the measurement; the questions are made up here.
+Every question is answered without drafts and with each kind of them in turn; the words must be the same, or it stops.
+Sources that know the answer, and say it in a given share of cases, show the speed for any share of right
+drafts, and from which share on drafts pay. Two more ways are there to decide by: the model's own block with nothing of
+the prompt in its memory; and, where ids are drawn, its likeliest id instead of the one that the request would draw.
+Owns the measurement; the questions are made up here.
 """
 
 import argparse
@@ -18,10 +20,11 @@ from prometheus_client import CollectorRegistry
 
 from services.api.model_folder import load_model_folder
 from services.engine.config import EngineConfig
-from services.engine.drafts import Copying, Predicting, Source
+from services.engine.drafts import Copying, Source
 from services.engine.experts.streamer import Experts
 from services.engine.load import load
 from services.engine.model import Model
+from services.engine.mtp import DraftHead
 from services.engine.request import Event, Request, Token
 from services.engine.scheduler import Scheduler
 from services.engine.sequence import Sequence
@@ -51,7 +54,8 @@ TOPICS = (
     *("a garden", "an old ship", "the stars", "a grey cat", "a railway", "honey", "a mountain", "glass", "a letter"),
     "the spring",
 )
-PLAIN = "without"
+TOLD, TOP_P = "told", 0.95
+PLAIN, OWN, FORGETFUL, LIKELIEST = "without", "mtp", "mtp, nothing of the prompt", "mtp, the likeliest"
 
 
 class DraftError(Exception):
@@ -99,10 +103,25 @@ class Told:
         return [right if self._random.random() < self._share else right ^ 1]
 
 
+class Likeliest:
+    """The block's drafts, whatever the request draws."""
+
+    kind, costly = "mtp", True
+
+    def __init__(self, head: DraftHead) -> None:
+        self._head = head
+
+    def draft(self, sequences: Seq[Sequence]) -> list[int | None]:
+        (sequence,) = sequences
+        assert sequence.state is not None
+        return [int(self._head.logits([sequence.state], [sequence.last_id])[0].argmax())]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", type=Path, help="of a model with a tokenizer")
     parser.add_argument("--questions", type=int, default=20, help=f"of {len(FORMS) * len(TOPICS)} (default: 20)")
     parser.add_argument("--tokens", type=int, default=96, help="longest answer (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="above 0, ids are drawn (default: greedy)")
     parser.add_argument("--right", type=float, nargs="*", default=[0.0, 0.6, 0.75, 0.85, 0.9, 1.0], metavar="SHARE")
     parser.add_argument(
         "--slots", type=int, default=0, help="experts with a place in RAM (default: as the engine does)"
@@ -124,33 +143,33 @@ def run(args: argparse.Namespace) -> int:
         for question in asked:
             messages = [{"role": "user", "content": question}]
             prompt = words.tokenizer.encode(words.template.prompt(messages, options={"enable_thinking": False}).text)
-            request = Request("bench", tuple(prompt), args.tokens, stop_ids=ends)
+            request = Request("bench", tuple(prompt), args.tokens, args.temperature, TOP_P, stop_ids=ends)
             expected = rig.answer(request, [], sums[PLAIN])
             for name, sources in rig.ways(args.right, expected).items():
-                if rig.answer(request, sources, sums.setdefault(name, Sums())) != expected:
+                found = rig.answer(request, sources, sums.setdefault(name, Sums()), name == FORGETFUL)
+                if found != expected:
                     raise DraftError(f"{question!r} is answered differently with drafts: {name}")
     finally:
         parts.experts.close()
-    for name, found in sums.items():
+    for name, one in sums.items():
         print(
-            f"{name:<24}{found.tok_s:8.2f} tok/s{found.tok_s / sums[PLAIN].tok_s:7.3f} times{100 * found.right:7.1f} % "
-            f"of {found.drafted} drafts right{found.token_bytes / 1e6:9.3f} MB of experts a token"
+            f"{name:<28}{one.tok_s:8.2f} tok/s{one.tok_s / sums[PLAIN].tok_s:7.3f} times{100 * one.right:7.1f} % "
+            f"of {one.drafted} drafts right{one.token_bytes / 1e6:9.3f} MB of experts a token"
         )
     if args.out:
-        record(args.out, args.store.resolve().name, sums)
+        how = f"drawn at {args.temperature:g}" if args.temperature else "greedy"
+        record(args.out, f"{args.store.resolve().name} on the CPU, {how}", sums)
     return 0
 
 
-def record(path: Path, store: str, sums: dict[str, Sums]) -> None:
+def record(path: Path, what: str, sums: dict[str, Sums]) -> None:
     plain, answers = sums[PLAIN], len(sums[PLAIN].answers)
     load_ = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     for name, found in sums.items():
-        note = (
-            f"{store} on the CPU, {answers} answers, the same words; {name}; {100 * found.right:.1f} % right; {load_}"
-        )
+        note = f"{what}, {answers} answers, the same words; {name}; {100 * found.right:.1f} % right; {load_}"
         if found is not plain:
             figures.append(path, "mtp.gain", found.tok_s / plain.tok_s, "ratio", note)
-        if name in ("mtp", "ngram"):
+        if found.drafted and not name.startswith(TOLD):
             figures.append(path, "mtp.demo_acceptance", found.right, "ratio", f"{found.drafted} drafts; {note}")
         figures.append(path, "mtp.token_bytes", found.token_bytes, "B", f"expert bytes a token that was said; {note}")
 
@@ -161,6 +180,7 @@ class Rig:
     def __init__(self, scheduler: Scheduler, experts: Experts) -> None:
         assert isinstance(scheduler.model, Model)
         self.scheduler, self.model, self.experts = scheduler, scheduler.model, experts
+        assert self.model.head is None or isinstance(self.model.head, DraftHead)
         self.head = self.model.head
         self.block_bytes = self.model.config.block.block_bytes
         self.sources = {source.kind: source for source in scheduler.speculation.sources}
@@ -168,16 +188,22 @@ class Rig:
     def ways(self, shares: Seq[float], answer: list[int]) -> dict[str, list[Source]]:
         """By name. The block's drafts alone, copies alone, and both."""
         found: dict[str, list[Source]] = {"ngram": [Copying()]}
-        if "mtp" in self.sources:
-            found |= {"mtp": [self.sources["mtp"]], "ngram and mtp": [Copying(), self.sources["mtp"]]}
+        if self.head is not None:
+            own = self.sources["mtp"]
+            found |= {
+                OWN: [own],
+                "ngram and mtp": [Copying(), own],
+                FORGETFUL: [own],
+                LIKELIEST: [Likeliest(self.head)],
+            }
         for share in shares:
             told = Told(share)
             told.answer = answer
-            found[f"told, {100 * share:g} % right"] = [told]
+            found[f"{TOLD}, {100 * share:g} % right"] = [told]
         return found
 
-    def answer(self, request: Request, sources: Seq[Source], sums: Sums) -> list[int]:
-        """Its ids; time and bytes are added to `sums`."""
+    def answer(self, request: Request, sources: Seq[Source], sums: Sums, forgets: bool = False) -> list[int]:
+        """Its ids; time and bytes are added to `sums`. `forgets`: the block begins with the answer."""
         scheduler = self.scheduler
         said: list[int] = []
 
@@ -185,12 +211,14 @@ class Rig:
             if isinstance(event, Token):
                 said.append(event.id)
 
-        self.model.head = self.head if any(isinstance(source, Predicting) for source in sources) else None
+        self.model.head = self.head if any(source.costly for source in sources) else None
         scheduler.speculation = speculation = Speculation(sources, self.model.settle, always=True)
         sequence = Sequence(request, sink)
         scheduler.add(sequence)
         while not said and not sequence.over:
             scheduler.step()
+        if forgets and sequence.state is not None and sequence.state.drafting is not None:
+            sequence.state.drafting.begin = sequence.state.tokens
         looked_up, begun, first = self.looked_up(), time.perf_counter(), len(said)
         while not sequence.over:
             scheduler.step()

@@ -1,5 +1,6 @@
 """What is said with drafts is what is said without, whatever they are; and they are tried only where that pays."""
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -19,6 +20,7 @@ from services.engine.engine import Engine
 from services.engine.experts.store import Store
 from services.engine.load import load
 from services.engine.model import Model, Segment
+from services.engine.plan import GB, Machine, make_plan
 from services.engine.request import Form, Grammar, Request, Restore, Thinking
 from services.engine.sequence import Sequence
 from services.engine.speculation import LEAST_SAMPLES, Judgement, Speculation
@@ -336,4 +338,9 @@ def test_the_plan_says_what_is_tried(store: Store, mode: str) -> None:
     assert (parts.scheduler.model.head is None) == (mode == "off")
     assert f"speculation: {mode}" in said[0]
     assert ("multi-token-prediction block, float32" in said[0]) == (mode != "off")
+    on_gpu = make_plan(config, store, Machine(10 * GB, 2), card_free_bytes=8 << 30)
+    assert on_gpu.drafts == ()
+    assert ("speculation: off: not on a GPU yet" in str(on_gpu)) == (mode != "off")
+    traced = make_plan(dataclasses.replace(config, trace="here"), store, Machine(10 * GB, 2))
+    assert ("speculation: off: a trace" in str(traced)) == (mode != "off")
     assert "24 blocks" in said[0] if mode != "off" else "16 blocks" in said[0]

@@ -1,14 +1,17 @@
 """The measurement of drafts: its rows, and that it stops where words change."""
 
 import csv
+import shutil
 from pathlib import Path
 
 import pytest
 
-from services.engine.experts.store import Store
+from services.engine.experts.store import TEXT_FILES, Store
 from services.engine.model import Model
 from services.engine.state import State
+from services.tools import small_checkpoint
 from services.tools.cli import main
+from services.tools.repack import repack
 
 
 def command(store: Store, *more: str) -> int:
@@ -27,6 +30,21 @@ def test_its_rows(demo_store: Store, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert moved["told, 100 % right"] < moved["without"], "two tokens of a step share experts"
     assert "mtp.demo_acceptance" in {row["name"] for row in rows}
     assert "100.0 % of" in capsys.readouterr().out
+
+
+def test_the_models_own_block_in_every_way(
+    demo_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = small_checkpoint.write(tmp_path / "c", vocabulary=4096)
+    for name in TEXT_FILES:
+        shutil.copy(demo_checkpoint / name, checkpoint / name)
+    store = repack(checkpoint, tmp_path / "store", say=lambda _: None)
+    out = tmp_path / "here.csv"
+    assert command(store, "--temperature", "1", "--out", str(out)) == 0
+    with out.open() as file:
+        ways = [row["note"].split("; ") for row in csv.DictReader(file) if row["name"] == "mtp.demo_acceptance"]
+    assert {way[2] for way in ways} >= {"mtp", "mtp, nothing of the prompt", "mtp, the likeliest"}
+    assert all("drawn at 1" in way[1] and not way[0].startswith("0 ") for way in ways)
 
 
 def test_it_stops_where_words_change(
