@@ -58,10 +58,12 @@ locks: .venv/test.stamp
 	$(BIN)/python -m services.tools.lock
 	$(BIN)/python -m services.tools.licences
 
-# Known holes in what is pinned, by PyPI's database; asks the internet. `make audit AUDIT_FLAGS="-s osv"` asks another.
+# Known holes in what is pinned, by PyPI's database; asks the internet, keeps what it said in .build/audit.md.
+# `make audit AUDIT_FLAGS="-s osv"` asks another.
 audit:
 	rm -rf .build/audit && $(PYTHON) -m venv .build/audit && .build/audit/bin/pip install --quiet pip-audit==2.10.1
-	.build/audit/bin/pip-audit --strict --no-deps --disable-pip --requirement services/locks/everything.txt $(AUDIT_FLAGS)
+	.build/audit/bin/pip-audit --strict --no-deps --disable-pip --requirement services/locks/everything.txt \
+	  --format markdown --output .build/audit.md $(AUDIT_FLAGS); status=$$?; cat .build/audit.md 2>/dev/null; exit $$status
 
 .venv/up.stamp: pyproject.toml .venv/constraints.txt
 	$(PIP) --editable '.[engine,api,embedded,checkpoint]'

@@ -12,11 +12,12 @@ from math import comb
 
 import numpy as np
 
-from kernels.experts.host.replay import Clock, Ids, Routing
+from kernels.experts.host.replay import Clock, Routing
 from services.engine.gpu.ledger import SWEEP_PART
 from services.tools.hardware import PCIE_GB_S, Box
 from services.tools.predict import GB, Layer, Method, Shape, Token, layer_of, token
 from services.tools.traces.generators import generate
+from services.tools.traces.kept import without_hottest
 from services.tools.traces.steady import steady
 
 # Share of all experts in RAM, and hits under plain LRU: `thimble simulate calibrated --policy lru --prefetch off`, 1000
@@ -83,7 +84,7 @@ def ours(shape: Shape, box: Box, cache_gb: float, card_gb: float = 0.0) -> Ours:
     clock = Clock(layer.gap_ns, layer.expert_ns, layer.read_ns, layer.overlapped, "auto", late_ns=layer.late_ns)
     slots = max(shape.experts_per_token, min(shape.blocks, int(cache_gb * GB / shape.block_bytes)))
     kept = int(card_gb * GB / shape.block_bytes)
-    found = steady(without_hottest(routing, kept) if kept else routing, WARM_TOKENS, slots, clock)
+    found = steady(without_hottest(routing, kept, WARM_TOKENS) if kept else routing, WARM_TOKENS, slots, clock)
     named = shape.moe_layers * shape.experts_per_token
     on_card = named - found.lookups
     made = Token(
@@ -95,24 +96,6 @@ def ours(shape: Shape, box: Box, cache_gb: float, card_gb: float = 0.0) -> Ours:
         disk_exposed_ms=found.waited_ms,
     )
     return Ours(made, (found.hits + on_card) / named, on_card / named)
-
-
-def without_hottest(routing: Routing, kept: int) -> Routing:
-    """The same for a cache that need not have the `kept` blocks that the first tokens name most: another expert of the
-    same token, which it looks up anyway, stands for each, and none is guessed."""
-    rows = np.repeat(routing.layer, routing.rows_of_step).astype(np.int64) * routing.experts
-    keys = rows[:, None] + routing.ids
-    counts = np.bincount(keys[: WARM_TOKENS * routing.layers].ravel(), minlength=routing.layers * routing.experts)
-    hottest = np.zeros(len(counts), bool)
-    hottest[np.argsort(-counts, kind="stable")[:kept]] = True
-    held = hottest[keys]
-    other = routing.ids[np.arange(len(keys)), held.argmin(axis=1)]  # the first that is not; or, if all are, one of them
-    ids = np.where(held, other[:, None], routing.ids)
-    guesses: list[Ids] = []
-    for ahead, guess in enumerate(routing.guesses, 1):
-        there = rows[:, None] + ahead * routing.experts + np.maximum(guess, 0)
-        guesses.append(np.where(hottest[there % len(hottest)], -1, guess).astype(np.int32))
-    return replace(routing, ids=ids, guesses=tuple(guesses))
 
 
 def exposed_ns(layer: Layer, experts: int, hits: float) -> float:

@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         compare.run(list(found), args.results)
         return 0
     if args.tried:
-        tried.run(source("calibrated", args.tokens), source("dialogs", args.tokens), rates)
+        tried.run(source("calibrated", args.tokens), source("dialogs", args.tokens), rates, args.results)
         return 0
     if not args.traces:
         raise SystemExit("thimble simulate: name a trace, or --compare, --calibration or --tried")

@@ -13,13 +13,14 @@ from services.engine.experts.store import Store
 from services.engine.gpu import ledger as vram
 from services.tools import forecast, measure, plan
 from services.tools.cli import main
-from services.tools.forecast import decode, first_token, hit_rate, made_up, ours, upgrades, without_hottest
+from services.tools.forecast import decode, first_token, hit_rate, made_up, ours, upgrades
 from services.tools.hardware import CARDS, PCIE_GB_S, Card, box
 from services.tools.predict import GB, SUPER, Method, layer_of
 from services.tools.ram_ledger import PlanError, RamWanted, ram_ledger
 from services.tools.synthetic_shapes import SUPER as MODEL
 from services.tools.synthetic_shapes import dense_layout
 from services.tools.traces.generators import generate
+from services.tools.traces.kept import without_hottest
 from services.tools.traces.steady import steady
 
 PUBLISHED = box(CARDS["rtx5060"], 34.4, dram_gb_s=65, disk_gb_s=12)  # PCIe 28 GB/s, DDR5, a Gen5 drive
@@ -122,13 +123,13 @@ def test_experts_on_the_card_need_neither_ram_nor_disk() -> None:
     assert without.token.experts_ms > some.token.experts_ms > more.token.experts_ms
     assert without.hits < some.hits < more.hits
     routing = made_up()
-    kept = without_hottest(routing, 1000)
+    kept = without_hottest(routing, 1000, 40)
     changed = kept.ids != routing.ids
     assert 0.05 < changed.mean() < 0.9
     rows = [set(row) - set(before) for row, before in zip(kept.ids.tolist(), routing.ids.tolist(), strict=True)]
     assert not any(rows), "what stands for an expert is named by the same token"
     assert ((kept.guesses[0] >= 0) <= (routing.guesses[0] >= 0)).all()
-    assert (without_hottest(routing, 0).ids == routing.ids).all()
+    assert (without_hottest(routing, 0, 40).ids == routing.ids).all()
 
 
 @pytest.mark.usefixtures("short")

@@ -1,6 +1,7 @@
 """`thimble simulate` and `thimble record`: a replay reads what the live engine read; tables and the plot are made."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from services.tools import simulate
 from services.tools.cli import main
 from services.tools.predict import SUPER
 from services.tools.traces.sources import source
+from services.tools.traces.tried import Tried
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +93,18 @@ def test_the_difference_to_the_live_engine_is_a_figure(traces: list[Path], tmp_p
     assert "worst of 5 traces" in row["note"]
 
 
-def test_what_others_tried_is_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--tried", "--tokens", "60"]) == 0
-    out = capsys.readouterr().out
-    assert [line for line in out.splitlines() if line[:2] in ("1.", "2.", "3.", "4.", "5.")][-1].startswith("5.")
+def test_what_others_tried_is_tried_again_in_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = tmp_path / "here.csv"
+    assert main(["simulate", "--tried", "--tokens", "60", "--results", str(results)]) == 0
+    rows = {row["name"]: row for row in csv.DictReader(results.read_text().splitlines())}
+    for name in ("prompt_experts_lru", "guesses_6_for_4", "experts_on_the_card", "early_copies", "neurons_for_groups"):
+        assert f"tried.{name}" in rows
+    shown = capsys.readouterr().out
+    for row in rows.values():
+        assert row["note"].split(", by ")[0] in shown
+    assert float(rows["tried.neurons_for_groups"]["value"]) == pytest.approx(1 - 1561 / 2334, abs=0.001), "as by hand"
+    slower = Tried("x", "x", "ms", 50.0, 60.0)
+    assert (slower.gain, replace(slower, more_is_better=True).gain) == (pytest.approx(-0.2), pytest.approx(0.2))
 
 
 def test_a_bad_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

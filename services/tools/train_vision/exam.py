@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", help="of the api, with /v1 at its end")
     parser.add_argument("model")
     parser.add_argument("--sets", default=",".join(SETS), help="of pictures: plain, drawn, painted (all)")
-    parser.add_argument("--drawings", type=int, default=200, help="how many of each set (200)")
+    parser.add_argument("--drawings", type=int, default=100, help="how many of each set (100)")
     parser.add_argument("--first", type=int, default=FIRST, help="number of the first one, of those held out")
     parser.add_argument("--wrong", type=Path, metavar="FOLDER", help="write those that are answered wrong there")
     parser.add_argument("--record", type=Path, metavar="CSV", help="append a demo.vision row for each set and topic")

@@ -52,7 +52,7 @@ class Language(nn.Module):
         hidden: Tensor = self._network.norm_f(x)[wanted]
         return self._network.logits(hidden)
 
-    def compile(self, x: Tensor, say: Callable[[str], None]) -> None:
+    def compile_layers(self, x: Tensor, say: Callable[[str], None]) -> None:
         """Layers as compiled functions for inputs as large as x, if that works and gives the same gradients here."""
         wanted = self._gradients(x)
         for names in _ATTEMPTS:

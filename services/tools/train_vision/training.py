@@ -25,7 +25,8 @@ from services.tools.train_vision.scenes import TOPICS
 TOWER_SHARE = 0.4  # of the minutes
 RATES = {"tower": 1e-3, "projector": 6e-4}
 LABELS_WEIGHT = 0.2  # of the head's loss beside the words'
-KEPT_BATCHES = 32  # the first stage sees each drawing twice: a GPU is faster than the processors that draw
+TOWER_USES = 3  # of each drawing in the first stage: a GPU is faster than the processors that draw
+KEPT_BATCHES = 32  # for that
 SAVE_S = 45.0
 Say = Callable[[str], None]
 
@@ -90,14 +91,14 @@ class Training:
         if before >= seconds > 0:
             return
         if stage == "projector" and self._half:
-            self.language.compile(self.language.words(next(batches).to(self._device).ids), self._say)
+            self.language.compile_layers(self.language.words(next(batches).to(self._device).ids), self._say)
         began = told = saved = time.monotonic()
         steps, recent, waited = 0, 0.0, 0.0
         while (passed := before + time.monotonic() - began) < seconds or not steps:
             share = min(1.0, passed / seconds) if seconds else 0.0
             for group in self._optimiser.param_groups:  # rises over the first steps, falls to nothing by the end
                 group["lr"] = RATES[stage] * min(1.0, (steps + 1) / 200) * (1 - share)
-            if stage == "tower" and steps % 2 and kept:
+            if stage == "tower" and steps % TOWER_USES:
                 batch = random.choice(kept)
             else:
                 asked = time.monotonic()
