@@ -91,7 +91,9 @@ class Metrics:
         self.generation_tokens = counter("generation_tokens", "tokens sampled")
         self.drafted = counters("spec_decode_num_draft_tokens", "drafts that were tried, by kind", kind=DRAFTS)
         self.accepted = counters("spec_decode_num_accepted_tokens", "of them, those that were right", kind=DRAFTS)
-        self.draft_gain = gauge("speculation_gain", "speed with drafts over that without, as measured", kind=DRAFTS)
+        self.draft_gain = gauge(
+            "speculation_gain", "speed with drafts over that without, as measured; 0: not known", kind=DRAFTS
+        )
         self.cache_queries = counter("prefix_cache_queries", "prompt tokens of the requests that got a place")
         self.cache_hits = counter("prefix_cache_hits", "of them, tokens that came from a restored state")
         self.success = counters(

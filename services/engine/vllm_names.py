@@ -10,7 +10,10 @@ from prometheus_client.registry import Collector
 
 OURS, THEIRS = "thimble_", "vllm:"
 GAUGES = ("num_requests_running", "num_requests_waiting")
-COUNTERS = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "request_success")
+COUNTERS = (
+    *("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "request_success"),
+    *("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+)
 HISTOGRAMS = (
     "time_to_first_token_seconds",
     "inter_token_latency_seconds",

@@ -16,6 +16,7 @@ from services.engine.mtp import DraftHead
 from services.engine.pages import PagePool
 from services.engine.snapshots.payload import PayloadFormat
 from services.engine.state import State
+from services.engine.vision.ids import FIRST
 from services.tools.train_demo import network
 
 IDS = torch.randint(3, 96, (90,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -177,6 +178,24 @@ def test_cuts_and_tried_drafts_do_not_show_in_the_blocks_guesses(model: Model, h
         model.settle(state, accepted)
     assert state.tokens == 71
     assert torch.equal(head.logits([state], [IDS[71]])[0], guesses(model, head, [71])[0])
+
+
+def test_the_block_without_a_compiler(model: Model, head: DraftHead, store: Store) -> None:
+    with drafting_model(store, python=True) as (other, other_head):
+        assert torch.equal(guesses(other, other_head, [9])[0], guesses(model, head, [9])[0])
+
+
+def test_places_of_pictures_are_followed_by_their_rows(model: Model, head: DraftHead) -> None:
+    ids = [5, 6, *range(FIRST, FIRST + 3), 7, 8]
+    rows, others = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0))
+    states = [new_state(model) for _ in range(3)]
+    model.forward([Segment(states[0], ids, [rows])])
+    model.forward([Segment(states[1], ids[:3], [rows[:1]])])
+    model.forward([Segment(states[1], ids[3:], [rows[1:]])])
+    model.forward([Segment(states[2], ids, [others])])
+    found = head.logits(states[:2], [9, 9])
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(head.logits(states[2:], [9])[0], found[0])
 
 
 def test_others_do_not_show_in_the_blocks_guesses(model: Model, head: DraftHead) -> None:
