@@ -19,7 +19,7 @@ from services.engine.gpu.plan import CHUNKS
 from services.engine.model_config import ModelConfig
 from services.tools import figures, measure
 from services.tools.draft_forecast import ACCEPTED, REPEATED, block_bytes, two_tokens
-from services.tools.forecast import Ours, first_token, ours, upgrades
+from services.tools.forecast import Ours, Published, first_token, ours, published, upgrades
 from services.tools.hardware import CARDS, Box, Card, box
 from services.tools.predict import GB, Rates, Shape, Token
 from services.tools.ram_ledger import PlanError, RamLedger, RamWanted, ram_ledger
@@ -86,6 +86,9 @@ def run(args: argparse.Namespace) -> int:
     ram = ram_ledger(config, shape.blocks, corners[0].ram_gb, wanted)
     for line in machine_lines(corners):
         print(line)
+    theirs = published() if args.gpu == "rtx5060" else []
+    for line in published_table(theirs):
+        print(line)
     print(f"\nGraphics memory, {args.sequences} sequences of {args.context} tokens")
     budget_bytes = corners[0].card.vram_mib * vram.MIB
     asked = with_chunk(config, dense, vram.Wanted(args.sequences, args.context), budget_bytes)
@@ -115,6 +118,9 @@ def run(args: argparse.Namespace) -> int:
         low, high = tokens[0][1].tok_s, tokens[-1][1].tok_s
         ends = " to ".join(f"RAM {c.dram_gb_s:g} and disk {c.disk_gb_s:g} GB/s" for c in (corners[0], corners[-1]))
         given = f"cache {ram.cache_gb:.1f} GB, {hits:.1f} % hits by replay, {ends}"
+        for one in theirs:
+            said = "-".join(sorted({f"{end:g}" for end in one.said}))
+            figures.append(args.record, "plan.published_tok_s", one.tok_s, "tok/s", f"{one.what}: published {said}")
         note = f"predicted, not measured: low end; high end {high:.1f}; {given}"
         figures.append(args.record, "plan.rtx5060_tok_s", low, "tok/s", note)
     return 0
@@ -209,10 +215,19 @@ def settings(ram: RamLedger, args: argparse.Namespace, card_gb: float) -> str:
             f"  THIMBLE_ENGINE_HOT_STATES_GB={args.hot_states:g}",
             f"  THIMBLE_ENGINE_MAX_SEQUENCES={args.sequences}",
             f"  THIMBLE_ENGINE_CONTEXT_TOKENS={args.context}",
-            *([f"  THIMBLE_ENGINE_VRAM_EXPERTS_GB={card_gb:.1f}"] if card_gb else []),
+            *([f"  THIMBLE_ENGINE_VRAM_EXPERTS_GB={card_gb:.3g}"] if card_gb else []),
             f"  THIMBLE_REDIS_MEMORY={args.redis * 1000:.0f}mb",
         ]
     )
+
+
+def published_table(found: list[Published]) -> Iterator[str]:
+    """Whether the formula and the table's constants are right where somebody measured."""
+    if found:
+        yield "\nThe published engine on such a PC (RAM 65 GB/s, disk 12), tok/s published and by this formula"
+    for one in found:
+        said = "-".join(sorted({f"{end:g}" for end in one.said}))
+        yield f"  {said:>8}{one.tok_s:8.1f}  {one.what}"
 
 
 def token_table(tokens: list[tuple[Box, Token]]) -> Iterator[str]:

@@ -30,6 +30,7 @@ JUMPS_S = (DAY_S, 0, -DAY_S, 10 * DAY_S, -30 * DAY_S, 3600, -3600)  # ahead of t
 JUMP_EVERY_S = 1.0
 READ_US, TIMES_SLOWER = 100, 100  # what an NVMe disk takes for a small read
 CLIENTS = 2
+LOG_S = 10.0  # a line is written after its answer was sent
 SETTINGS = {**WORKERS, "ENGINE_EXPERT_SLOTS": "64", "ENGINE_READERS": "2", "ENGINE_HOT_STATES_GB": "0.02"}
 Expected = dict[Question, list[tuple[str, float]]]
 
@@ -141,6 +142,9 @@ def full_drill(it: Troubled, seconds: float) -> Report:
     report.note = f"{it.written() - before} bytes were written meanwhile"
     it.trouble.full_disk(False)
     it.fleet.chat([{"role": "user", "content": "What is 2 + 3?"}], max_tokens=16)
+    until = time.monotonic() + LOG_S
+    while it.written() == before and time.monotonic() < until:
+        time.sleep(0.05)
     report.note += f", {it.written() - before} when it was emptied"
     return report
 

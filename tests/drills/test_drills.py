@@ -2,15 +2,12 @@
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
-import xxhash
 from fleet import Fleet
 from kill_drill import Report, _judge, drill, fleets
-from twenty_turns import settle
+from store_troubles import FOUND, TROUBLES, open_fleet, run
 
 from services.engine.experts.store import Store
 
@@ -61,47 +58,14 @@ def test_a_killed_engine_s_dialog_goes_on_at_the_other(both: tuple[Fleet, Fleet]
         fleet.wait_until_ready()
 
 
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
+@pytest.fixture(scope="module")
+def bare(demo_store: Store, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with open_fleet(demo_store.folder, tmp_path_factory.mktemp("troubles")) as running:
+        yield running
 
 
-def fill_up(client: Any) -> None:
-    client.config_set("maxmemory-policy", "noeviction")
-    client.config_set("maxmemory", 1)
-
-
-def spoil(client: Any) -> None:
-    for name in client.keys("*"):
-        client.delete(name)
-        client.set(name, b"rubbish")
-
-
-def age(client: Any) -> None:
-    """Payloads of the format before this one, as sound as they were then."""
-    for name in client.keys("*:state:*"):
-        data = bytearray(b"".join(client.hget(name, str(n)) for n in range(client.hlen(name) - 1)))
-        data[8:12] = (1).to_bytes(4, "little")
-        data[-8:] = xxhash.xxh3_64_intdigest(bytes(data[:-8])).to_bytes(8, "little")
-        for start in range(0, len(data), 1 << 20):
-            client.hset(name, str(start >> 20), bytes(data[start : start + (1 << 20)]))
-
-
-def sleep(client: Any) -> None:
-    """Two seconds for a command: the server does nothing else meanwhile."""
-    client.client_pause(4000)
-
-
-@pytest.mark.parametrize("trouble", [fill_up, spoil, age, sleep])
-def test_a_store_in_trouble_costs_no_answer(
-    both: tuple[Fleet, Fleet], demo_store: Store, tmp_path: Path, trouble: Any
-) -> None:
-    _, reference = both
-    dialog: list[Any] = [user("What is the capital of France?")]
-    with Fleet(demo_store.folder, tmp_path, engines=1, ENGINE_WORKERS="1", ENGINE_HOT_STATES_GB="0") as fleet:
-        for turn in range(3):
-            answer, expected = fleet.chat(dialog), reference.chat(dialog)
-            assert answer["choices"][0]["message"]["content"] == expected["choices"][0]["message"]["content"]
-            dialog += [expected["choices"][0]["message"], user(f"What is {turn} + 4?")]
-            settle(fleet)
-            with redis.Redis.from_url(fleet.redis_url) as client:
-                trouble(client)
+@pytest.mark.parametrize("trouble", list(TROUBLES))
+def test_a_store_in_trouble_costs_no_answer(both: tuple[Fleet, Fleet], bare: Fleet, trouble: str) -> None:
+    report = run(bare, both[1], trouble, turns=3)
+    assert (report.turns, report.wrong) == (3, 0)
+    assert report.found == (trouble in FOUND), "else there was no trouble, or more than this one"

@@ -124,6 +124,20 @@ def test_what_was_found_in_a_vision_side(
         path.write_bytes(before)
 
 
+def test_a_scale_beyond_any_float_is_refused(whole: dict[str, Target]) -> None:
+    target = whole["manifest"]
+    path = target.folder / target.file
+    before = path.read_text()
+    content = json.loads(before)
+    content["layers"][0]["blocks"][0]["up_scale"] = 10**400
+    try:
+        path.write_text(json.dumps(content))
+        with pytest.raises(StoreError, match="beyond any float"):
+            target.read(target.folder)
+    finally:
+        path.write_text(before)
+
+
 def test_a_fault_of_a_reader_would_be_found(tmp_path: Path) -> None:
     def careless(path: Path) -> object:
         return {}[(path / "file").read_text()]

@@ -21,6 +21,20 @@ def failure(running: Demo, *turns: str) -> str:
     return str(error)
 
 
+def test_another_file_put_in_the_place_of_the_store_s_changes_nothing(demo_store: Store, tmp_path: Path) -> None:
+    """As an update does: the engine goes on with the file that it opened, until it starts again."""
+    shutil.copytree(demo_store.folder, tmp_path / "store")
+    path, other = tmp_path / "store" / EXPERTS, tmp_path / "other"
+    other.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    with demo(Store.open(tmp_path / "store"), expert_slots=64, readers=2) as running:
+        prompts = [running.prompt(text) for text in ("Tell me about a fox.", "And about a hen, in a long sentence?")]
+        expected = [running.answer(prompt, max_tokens=6) for prompt in prompts]
+        read_before = running.value("nvme_read_bytes_total", kind="demand")
+        os.replace(other, path)
+        assert [running.answer(prompt, max_tokens=6) for prompt in prompts] == expected
+        assert running.value("nvme_read_bytes_total", kind="demand") > read_before, "nothing was read any more"
+
+
 @pytest.mark.parametrize("damage", ["truncated", "changed"])
 def test_a_request_fails_and_the_engine_goes_on(demo_store: Store, tmp_path: Path, damage: str) -> None:
     shutil.copytree(demo_store.folder, tmp_path / "store")

@@ -78,6 +78,25 @@ def test_a_changed_byte_is_found(blocks: BlocksOnDisk, host: Host, region: str) 
     assert same(ask(host, 3, 4), expected(blocks, 3, 4))
 
 
+@pytest.mark.parametrize("damage", ["a page of nothing", "a page of another block", "swapped experts"])
+def test_more_than_a_byte_is_found_too(blocks: BlocksOnDisk, host: Host, damage: str) -> None:
+    data = bytearray(blocks.path.read_bytes())
+    one, other = blocks.offset(0, 2), blocks.offset(0, 3)
+    size = LAYOUT.block_bytes if damage == "swapped experts" else 4096
+    assert LAYOUT.block_bytes % 4096 == 0
+    saved = data[one : one + size]
+    data[one : one + size] = bytes(size) if damage == "a page of nothing" else data[other : other + size]
+    if damage == "swapped experts":
+        data[other : other + size] = saved
+    blocks.path.write_bytes(data)
+    with pytest.raises(BlockError, match=r"MoE layer 0, expert 2: .*checksum does not match, twice"):
+        ask(host, 2)
+    if damage == "swapped experts":
+        with pytest.raises(BlockError, match="expert 3"):
+            ask(host, 3)
+    assert same(ask(host, 4, 5), expected(blocks, 4, 5))
+
+
 def test_a_bad_block_is_read_once_more(blocks: BlocksOnDisk, host: Host) -> None:
     before = read_calls()
     ask(host, 1)

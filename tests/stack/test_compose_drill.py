@@ -20,6 +20,7 @@ from typing import Any
 
 import openai
 import pytest
+import several_engines
 
 from services.tools import figures
 
@@ -61,7 +62,8 @@ class Drill:
             self.files.append(str(DRILL / "no_memlock.yml"))
 
     def inspect(self, service: str) -> dict[str, Any]:
-        return json.loads(self.docker("inspect", self.compose("ps", "--all", "--quiet", service).strip()))[0]
+        """Its first container."""
+        return json.loads(self.docker("inspect", self.compose("ps", "--all", "--quiet", service).split()[0]))[0]
 
     def image_bytes(self, service: str) -> int:
         return int(json.loads(self.docker("image", "inspect", f"thimble-{service}:0.1.0"))[0]["Size"])
@@ -194,6 +196,8 @@ def test_the_stack_runs(drill: Drill) -> None:
     assert eventually(port, 'up{job="thimble-api"}') == 1
     assert eventually(port, "thimble_generation_tokens_total") > 0
     check_confinement(drill)
+    several_engines.check(drill, client, model)
+    drill.compose("up", "--detach", "--wait", "--wait-timeout", "300", "--scale", "engine-cpu=2", *drill.services)
     with drill.timed("stack.compose_down_s"):
         drill.compose("stop", "--timeout", "30")
     assert drill.inspect("engine-cpu")["State"]["ExitCode"] == 0

@@ -13,7 +13,7 @@ from services.engine.experts.store import Store
 from services.engine.gpu import ledger as vram
 from services.tools import forecast, measure, plan
 from services.tools.cli import main
-from services.tools.forecast import decode, first_token, hit_rate, made_up, ours, upgrades
+from services.tools.forecast import Published, decode, first_token, hit_rate, made_up, ours, published, upgrades
 from services.tools.hardware import CARDS, PCIE_GB_S, Card, box
 from services.tools.predict import GB, SUPER, Method, layer_of
 from services.tools.ram_ledger import PlanError, RamWanted, ram_ledger
@@ -51,6 +51,15 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_the_published_figures(method: Method, share: float, tok_s: float) -> None:
     """One set of constants for all."""
     assert decode(SUPER, PUBLISHED, method, hit_rate(share)).tok_s == pytest.approx(tok_s, rel=0.10)
+
+
+def test_the_published_figures_beside_the_formulas() -> None:
+    found = published()
+    assert [one.said for one in found] == [(6.6, 6.6), (7.3, 7.6), (8.2, 8.2)]
+    assert max(one.error for one in found) < 0.10
+    assert Published("x", (7.0, 8.0), 7.5).error == 0
+    assert Published("x", (7.0, 8.0), 8.8).error == pytest.approx(0.1)
+    assert Published("x", (7.0, 8.0), 6.3).error == pytest.approx(0.1)
 
 
 def test_the_published_figures_can_be_missed() -> None:
@@ -206,7 +215,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         "tok/s",
     ):
         assert word in out
-    [row] = csv.DictReader(path.read_text().splitlines())
+    *theirs, row = csv.DictReader(path.read_text().splitlines())
+    assert [one["name"] for one in theirs] == ["plan.published_tok_s"] * 3
+    assert "published 7.3-7.6" in theirs[1]["note"]
     assert row["name"] == "plan.rtx5060_tok_s"
     assert row["note"].startswith("predicted, not measured")
     low = ours(SUPER, PUBLISHED.with_rates(60, 7), 20).token.tok_s

@@ -247,7 +247,10 @@ def block_record(block: Block) -> dict[str, Any]:
 
 def parse_block(record: dict[str, Any]) -> Block:
     """The inverse of `block_record`. Raises ValueError on scales that the arithmetic does not take."""
-    scales = (float(record["up_scale"]), float(record["down_scale"]))
+    try:
+        scales = (float(record["up_scale"]), float(record["down_scale"]))
+    except OverflowError as error:
+        raise ValueError("a scale beyond any float") from error
     tiny = float(np.finfo(np.float32).tiny)
     if any(not tiny <= scale < np.inf or float(np.float32(scale)) != scale for scale in scales):
         raise ValueError(f"scales {scales}: expected positive normal float32 numbers")

@@ -19,7 +19,7 @@ from services.tools.train_vision.scenes import Asked, Kind, Scene
 from services.tools.train_vision.shapes import Tone, contrasting, draw, outline, tone
 
 HELD_OUT = 1 << 40
-SHARES: dict[Kind, float] = {"things": 46, "number": 18, "word": 14, "invoice": 18, "nothing": 4}
+SHARES: dict[Kind, float] = {"things": 43, "number": 21, "word": 14, "invoice": 18, "nothing": 4}
 LEAST_PIXELS: dict[Kind, int] = {"number": 96, "word": 120, "invoice": 240}  # a side, for letters that can be read
 _GRAIN = np.random.default_rng(0).normal(0, 1, (600, 600, 3)).astype(np.float32)
 
