@@ -89,15 +89,19 @@ def test_rows_of_a_sequence_have_the_bits_of_steps_of_their_own(device: Device, 
         model.forward([Segment(state, prompt) for state, prompt in zip(states, PROMPTS, strict=False)])
         return states
 
+    def ended(states: list[DeviceState], last: Tensor) -> Tensor:
+        for state in states:
+            state.release()
+        return last
+
     wanted = [[100 * number + token for token in range(tokens)] for number, tokens in enumerate(split)]
-    alone, together = begun(), begun()
+    alone = begun()
     one_by_one = [model.forward([Segment(alone[n], [id_])])[0] for n, ids in enumerate(wanted) for id_ in ids]
+    last = ended(alone, torch.cat([model.forward([Segment(state, [5])]) for state in alone]))
+    together = begun()  # in the others' places: there are only so many
     joined = model.forward_all([Segment(state, ids) for state, ids in zip(together, wanted, strict=True)])
+    assert torch.equal(ended(together, model.forward([Segment(state, [5]) for state in together])), last)
     assert torch.equal(joined, torch.stack(one_by_one))
-    last = [model.forward([Segment(state, [5])])[0] for state in alone]
-    assert torch.equal(model.forward([Segment(state, [5]) for state in together]), torch.stack(last))
-    for state in alone + together:
-        state.release()
     if split == (7, 4):
         assert not torch.equal(joined[1:], joined[:-1]), "another token must show"
 
