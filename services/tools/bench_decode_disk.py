@@ -267,6 +267,8 @@ def measured(
     host, routing = slots.host, tokens.routing
     few = few_experts(routing, HIT_EXPERTS + 2 + HIT_TOKENS)
     hits = [tokens.step(token, few) for token in range(HIT_EXPERTS + 2 + HIT_TOKENS)][-HIT_TOKENS:]
+    if slots.vram is not None:  # what these tokens named is not what is hot
+        host.set_heat(np.zeros_like(host.heat()))
     for token in range(args.warm):
         tokens.step(token)
     before, late = host.counters(), tokens.decoder.late

@@ -41,7 +41,7 @@ class Played:
 
     def __init__(self, host: Host, rows: int, vram: VramSlots | None, share: int = 2, items: int = 0) -> None:
         self.host, self.rows, lookups = host, rows, rows * TOP_K
-        self.step = ExpertStep(LAYOUT, items or lookups, rows, TOP_K, CPU)
+        self.step = ExpertStep(LAYOUT, items or lookups, rows, TOP_K, CPU, splits=1)
         self.flags = torch.zeros(4 * CACHE_LINE // 4, dtype=torch.int32).view(4, -1)
         self.ids = torch.zeros(2 * lookups + 1, dtype=torch.int32)
         self.plan = torch.zeros_like(self.step.plan)

@@ -17,7 +17,7 @@ from kernels.workers.pool import native
 
 FILLED_AT_ONCE = 16  # blocks between two tokens while there is room: 2 ms at 28 GB/s
 CHANGED_AT_ONCE = 4  # later, for hotter ones
-CHANGED_EVERY = 16  # tokens
+CHANGED_EVERY = 4  # tokens
 
 
 @functools.cache
