@@ -2,7 +2,8 @@
 and their limits, not what a template may do.
 
 One for ordinary dialogs, which stays, and one for large ones, which goes again with the memory that it took: who sends
-32 MiB holds up others like him. Whoever asks waits in a thread, never in an event loop.
+32 MiB waits for others like him, and ordinary dialogs wait for him only once all threads do. Whoever asks waits in a
+thread, never in an event loop.
 """
 
 import atexit
