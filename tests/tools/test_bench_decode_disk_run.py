@@ -1,0 +1,110 @@
+"""A whole run of the benchmark with a drive, where the card is played by the processor: its order, its table, its rows.
+
+Store, routing, slots, readers, the drive's emulation and all arithmetic are real; the times mean nothing.
+"""
+
+import csv
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.experts.device.vram_slots import VramSlots
+from kernels.experts.host.binding import Host
+from kernels.experts.host.drives import EmulatedDrive
+from kernels.experts.host.replay import Routing, hinted
+from services.tools import bench_decode_disk, synth
+from services.tools.bench_decode_disk import Way
+from services.tools.cli import main
+from services.tools.traces import generators
+
+SIZES = generators.Sizes(layers=3, experts=32, top_k=6)  # of the small synthetic store
+
+
+class Slots:
+    def __init__(self, host: Host) -> None:
+        self.host, self.vram = host, None
+
+    def keep_in_vram(self, slots: int, device: torch.device) -> None:
+        self.vram = VramSlots(self.host, slots, device)
+
+    def close(self) -> None:
+        if self.vram is not None:
+            self.vram.close()
+
+
+class Tokens:
+    """By steps of the host alone."""
+
+    def __init__(self, _store: object, _weights: object, _state: object, slots: Slots, way: Way, routing: Routing):
+        self.slots, self.way, self.routing = slots, way, routing
+        self.decoder = SimpleNamespace(late=0, close=lambda: None)
+        self.x = torch.ones(1, slots.host.catalog.layout.latent)
+
+    def step(self, token: int, routing: Routing | None = None) -> float:
+        routing, begun = routing or self.routing, time.perf_counter()
+        host, layers = self.slots.host, routing.layers
+        for layer in range(layers):
+            row = token * layers + layer
+            if self.way.placement.guesses and layer + 1 < layers:
+                host.prefetch(layer + 1, routing.guesses[0][row, : hinted(SIZES.top_k)])
+            host.step(layer, torch.from_numpy(routing.ids[row : row + 1]), torch.ones(1, SIZES.top_k), self.x)
+        if self.slots.vram is not None:
+            self.slots.vram.improve()
+        return 1e3 * (time.perf_counter() - begun)
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = SimpleNamespace(copy=lambda: 50.0, together=lambda: (60.0, 40.0))
+    embeddings = SimpleNamespace(read_through=lambda: None)
+    for name, value in {
+        "usable_device": lambda: torch.device("cpu"),
+        "DeviceWeights": SimpleNamespace(load=lambda *_: SimpleNamespace(embeddings=embeddings)),
+        "DevicePool": lambda *_, **more: None,
+        "mid_dialog": lambda *_: None,
+        "DeviceDrive": lambda memory, gb_s: EmulatedDrive(memory.numpy(), gb_s=gb_s),
+        "SharedSlots": Slots,
+        "ReadRates": lambda slots: rates,
+        "Tokens": Tokens,
+        "generate": lambda name, tokens: generators.generate(name, tokens, SIZES),
+    }.items():
+        monkeypatch.setattr(bench_decode_disk, name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+
+
+@pytest.mark.usefixtures("played")
+def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    synth.synthesise(tmp_path / "store", "small")
+    out, threads = tmp_path / "box.csv", torch.get_num_threads()
+    words = ["--share", "0.4,0.6", "--disk", "0.05,0.2", "--warm", "8", "--tokens", "4", "--threads", "1"]
+    try:
+        assert (
+            main(["bench", "decode-disk", str(tmp_path / "store"), *words, "--vram", "0.0005", "--out", str(out)]) == 0
+        )
+    finally:
+        torch.set_num_threads(threads)
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    count = {name: sum(row["name"] == name for row in rows) for name in {row["name"] for row in rows}}
+    assert count == {
+        "decode.tok_s_ram40": 4,
+        "decode.tok_s_ram60": 4,
+        "decode.hidden_ram40": 4,
+        "decode.hidden_ram60": 4,
+        "decode.published_tok_s_ram40": 1,
+        "decode.published_tok_s_ram60": 1,
+        "plan.error_max": 1,
+    }
+    assert all(float(row["value"]) <= 1 for row in rows if "hidden" in row["name"])
+    [both] = {row["note"].split(", ")[2] for row in rows if "0.0005 GB of experts in graphics memory" in row["note"]}
+    assert both == "ours"
+    assert "4 cases of ours without prefetch" in rows[-1]["note"]
+    assert "in all 10" in rows[-1]["note"]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("ours", "published"))]
+    assert len(lines) == 10
+    misses = np.array([float(line.split()[-4]) for line in lines])
+    assert misses[:5].sum() > misses[5:].sum(), "more experts in RAM, fewer misses"
