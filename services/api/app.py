@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from pathlib import Path
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -15,6 +16,7 @@ from services.api import anthropic_routes, responses_routes, routes, text_routes
 from services.api.ahead import Ahead
 from services.api.chat import Chats
 from services.api.config import ApiConfig
+from services.api.disk import Disk
 from services.api.engines import Engines
 from services.api.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound
 from services.api.exchange import Exchange
@@ -28,6 +30,7 @@ from services.api.responses_memory import ResponseMemory
 from services.api.retries import Retries
 from services.api.saving import Saving
 from services.api.snapshots import Snapshots
+from services.api.spilling import Spilling
 from services.api.store import Store
 from services.api.usage import StoreUsage
 
@@ -128,10 +131,14 @@ def _build_chats(
 ) -> Chats:
     memory = RecordMemory()
     exchange = Exchange(config.exchange_dir)
+    spilling = None
+    if config.snapshot_disk_dir and store is not None:
+        sizes = (int(config.snapshot_disk_gb * 1e9), int(config.snapshot_disk_daily_gb * 1e9))
+        spilling = Spilling(Disk(Path(config.snapshot_disk_dir), *sizes), store, metrics, config.snapshot_disk_rest_s)
     snapshots = Snapshots(
-        folder, store, memory, metrics, config.snapshot_min_tokens, config.snapshot_every_tokens, exchange
+        folder, store, memory, metrics, config.snapshot_min_tokens, config.snapshot_every_tokens, exchange, spilling
     )
-    saving = Saving(folder, store, memory, metrics, config.snapshot_writes, config.snapshot_write_s)
+    saving = Saving(folder, store, memory, metrics, config.snapshot_writes, config.snapshot_write_s, spilling)
     ahead = Ahead(folder, snapshots, saving, metrics, config.request_timeout_s) if config.read_ahead else None
     limits = (config.default_max_tokens, config.request_timeout_s)
     return Chats(folder, engines, snapshots, saving, ahead, metrics, *limits, may_fetch=config.fetch_pictures)

@@ -61,6 +61,13 @@ class ApiConfig:
         2, "answers", "whose snapshots are stored at the same time; further ones are skipped"
     )
 
+    snapshot_disk_dir: str = setting(
+        "", "", "folder for states of dialogs that rest, for when the store has lost them; empty: nothing is written"
+    )
+    snapshot_disk_gb: float = setting(50.0, "GB", "most that is kept there; the longest unused go first")
+    snapshot_disk_daily_gb: float = setting(20.0, "GB", "most that is written there in a day (UTC)")
+    snapshot_disk_rest_s: float = setting(60.0, "s", "how long a dialog rests before its newest state is written there")
+
     max_body_bytes: int = setting(32 * 1024 * 1024, "bytes", "largest request")
     fetch_pictures: bool = setting(
         False, "", "pictures may be given by an http(s) URL of a public address, which this server then fetches"
@@ -126,6 +133,9 @@ LIMITS: dict[str, tuple[float, float]] = {
     "snapshot_min_tokens": (1, 1_000_000),
     "snapshot_every_tokens": (0, 1_000_000),
     "snapshot_write_s": (0.1, 3600),
+    "snapshot_disk_gb": (0, 1_000_000),
+    "snapshot_disk_daily_gb": (0, 1_000_000),
+    "snapshot_disk_rest_s": (0, 86400),
     "snapshot_writes": (1, 1000),
     "max_body_bytes": (1024, 2**32),
     "default_max_tokens": (0, 10_000_000),

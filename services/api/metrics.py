@@ -17,6 +17,7 @@ SHORT_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0
 FINISH_REASONS = ("stop", "length", "tool_calls")
 LOOKUPS = ("hot", "sent", "none", "refused")  # where the prompt's beginning came from, by the engine's word
 AHEAD = ("done", "overtaken", "failed")
+DISK = ("written", "skipped", "read", "refused")
 STORE_BYTES = ("used", "limit")  # limit 0: there is none
 EVICTORS = ("store", "api")  # the api removes the longest unused states before it stores a new one
 WRITES = ("stored", "present", "refused", "failed")
@@ -65,6 +66,9 @@ class Metrics:
         self.lookup_s = histogram("snapshot_lookup_seconds", "finding the longest stored beginning", SHORT_BUCKETS_S)
         self.send_s = histogram("snapshot_send_seconds", "from store to engine, one payload", SHORT_BUCKETS_S)
         self.save_s = histogram("snapshot_save_seconds", "from engine to store, one answer's payloads", SHORT_BUCKETS_S)
+        self.disk = counters("snapshot_disk", "states written to the disk or read from it", result=DISK)
+        self.disk_written = counter("snapshot_disk_written_bytes", "written to the disk for them")
+        self.disk_bytes = self._gauge("snapshot_disk_bytes", "kept on the disk for them")
         self.store_bytes = self._gauges("snapshot_store_bytes", "memory of the snapshot store", kind=STORE_BYTES)
         self.store_evictions = counters("snapshot_store_evictions", "keys removed for want of memory", by=EVICTORS)
         self.store_available = self._gauge("snapshot_store_available", "1 while the snapshot store answers in time")

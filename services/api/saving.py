@@ -18,6 +18,7 @@ from services.api.model_folder import ModelFolder
 from services.api.records import Head, Record, RecordMemory
 from services.api.shown import named_places
 from services.api.snapshots import Plan
+from services.api.spilling import Spilling
 from services.api.store import Store, StoreRefused
 from services.rpc import engine_pb2 as pb
 
@@ -45,7 +46,9 @@ class Saving:
         metrics: Metrics,
         at_once: int,
         within_s: float,
+        spilling: Spilling | None = None,
     ) -> None:
+        self._spilling = spilling
         self._tokenizer = folder.tokenizer
         self._template = folder.template
         self._store = store
@@ -99,6 +102,8 @@ class Saving:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._spilling is not None:
+            await self._spilling.close()
 
     async def _save(
         self,
@@ -164,6 +169,8 @@ class Saving:
             stored = await self._upload(self._store, *noted, generation, messages)
             if stored and head.state.tokens >= len(plan.ids):
                 await self._replace(self._store, plan)
+                if self._spilling is not None:
+                    self._spilling.later(*noted, plan.keys.values())
         finally:
             self._writing.discard(state_id)
 

@@ -27,6 +27,7 @@ from services.api.model_folder import ModelFolder
 from services.api.places import places
 from services.api.records import Head, Record, RecordMemory
 from services.api.shown import Shown, named_places
+from services.api.spilling import Spilling
 from services.api.store import Store
 from services.api.templates import Prompt
 from services.rpc import engine_pb2 as pb
@@ -94,7 +95,9 @@ class Snapshots:
         min_tokens: int,
         every_tokens: int,
         exchange: Exchange,
+        spilling: Spilling | None = None,
     ) -> None:
+        self._spilling = spilling
         self._tokenizer = folder.tokenizer
         self._template = folder.template
         self._store = store
@@ -117,6 +120,9 @@ class Snapshots:
         boundaries = [*prompt.boundaries, *inside]
         keys = boundary_keys(space, prompt.text, boundaries, named_places(prompt.text, prompt.shown))
         found, older, stored = await self._find(prompt, keys)
+        reach = max((offset for offset, one in found.items() if one.sendable), default=0)
+        if self._spilling is not None and await self._spilling.bring_back(keys, reach):
+            found, older, stored = await self._find(prompt, keys)
         ids, offers, positions = await asyncio.to_thread(self._compose, prompt, found, inside)
         keep = self._choose(prompt, ids, keys, stored - {offset for offset in found if offset not in offers})
         self._metrics.lookup_s.observe(time.perf_counter() - began)
