@@ -145,9 +145,8 @@ def run(args: argparse.Namespace) -> int:
         errors.append((way, found.error))
     plain = [error for way, error in errors if way is PLAIN]
     worst = 100 * max(error for _, error in errors)
-    print(
-        f"the plan was wrong by at most {100 * max(plain):.1f} % in {len(plain)} cases without guesses, {worst:.1f} in all"
-    )
+    print(f"the plan was wrong by at most {100 * max(plain):.1f} % in {len(plain)} cases without guesses, ", end="")
+    print(f"{worst:.1f} in all {len(errors)}")
     if args.out:
         note = (
             f"synthetic, whole tokens on the GPU, emulated drive, {args.trace} routing, {len(plain)} cases of ours "
