@@ -29,7 +29,7 @@ class Slots:
         self.host, self.vram = host, None
 
     def keep_in_vram(self, slots: int, device: torch.device) -> None:
-        self.vram = VramSlots(self.host, slots, device)
+        self.vram = VramSlots(self.host, slots, torch.device("cpu"))
 
     def close(self) -> None:
         if self.vram is not None:
@@ -57,6 +57,10 @@ class Tokens:
         return 1e3 * (time.perf_counter() - begun)
 
 
+def emulated(memory: torch.Tensor, gb_s: float) -> EmulatedDrive:
+    return EmulatedDrive(memory.numpy(), gb_s=gb_s)
+
+
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = SimpleNamespace(copy=lambda: 50.0, together=lambda: (60.0, 40.0))
@@ -66,13 +70,13 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
         "DeviceWeights": SimpleNamespace(load=lambda *_: SimpleNamespace(embeddings=embeddings)),
         "DevicePool": lambda *_, **more: None,
         "mid_dialog": lambda *_: None,
-        "DeviceDrive": lambda memory, gb_s: EmulatedDrive(memory.numpy(), gb_s=gb_s),
         "SharedSlots": Slots,
         "ReadRates": lambda slots: rates,
         "Tokens": Tokens,
         "generate": lambda name, tokens: generators.generate(name, tokens, SIZES),
     }.items():
         monkeypatch.setattr(bench_decode_disk, name, value)
+    monkeypatch.setattr(bench_decode_disk, "DeviceDrive", emulated, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
 
