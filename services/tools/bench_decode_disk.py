@@ -1,10 +1,10 @@
 """`thimble bench decode-disk STORE`: whole tokens on the GPU with a part of the experts in RAM, the rest on a drive.
 
 Synthetic: weights of `thimble synth`, routing made up by traces/generators.py, guesses at the next layer's experts as
-good as published and no better. The drive is emulated, so that its speed is that of a home PC's: its blocks are in the
-card's memory, handed out at a drive's rate by the card's copy engine, which costs no core anything, as a drive's
-controller would not. One sequence. Missing experts are computed by the processor as they arrive, for the published
-method too, which is kinder to it than its own way, a copy to the card first.
+good as published and no better. The drive is emulated, so that its speed is that of a home PC's: memory whose readers
+copy at a drive's rate, on cores that those who compute leave alone. One sequence. Missing experts are computed by the
+processor as they arrive, for the published method too, which is kinder to it than its own way, a copy to the card
+first.
 
 Beside each time stands what the planner's formula makes of rates taken in the same run: the drive's from a few steps on
 an empty cache, a layer's from tokens that miss nothing. Which blocks are missing, and which are read ahead, comes from
@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 
-from kernels.experts.device.drive import DeviceDrive
 from kernels.experts.device.rates import ReadRates
 from kernels.experts.device.turns import SharedSlots
 from kernels.experts.host.binding import PIECE_BYTES, Host
+from kernels.experts.host.drives import EmulatedDrive
 from kernels.experts.host.replay import Clock, Routing
 from kernels.workers.pool import Workers, default_threads
 from services.engine.experts.store import Store
@@ -112,7 +113,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vram", type=float, default=0.0, metavar="GB", help="for experts in the card's memory, too")
     parser.add_argument("--warm", type=int, default=100, help="tokens that fill the cache first (default 100)")
     parser.add_argument("--tokens", type=int, default=40, help="timed tokens (default 40)")
-    parser.add_argument("--threads", type=int, default=default_threads(), help="that compute (default: cores less two)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=max(1, default_threads() - READERS),
+        help="that compute (default: cores less two and less the drive's readers)",
+    )
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
 
 
@@ -127,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     device = usable_device()
     torch.set_num_threads(1)
-    memory = torch.from_numpy(np.fromfile(store.experts_path, np.uint8)).to(device)
+    memory = np.fromfile(store.experts_path, np.uint8)
     weights = DeviceWeights.load(store.dense(), store.config, device)
     weights.embeddings.read_through()
     pool = DevicePool(store.config, device, places=1, pages=pages_for(CONTEXT_TOKENS))
@@ -203,11 +209,11 @@ def few_experts(routing: Routing, tokens: int) -> Routing:
 
 @contextmanager
 def host(
-    store: Store, memory: torch.Tensor, share: float, disk: float, way: Way, args: argparse.Namespace
+    store: Store, memory: npt.NDArray[np.uint8], share: float, disk: float, way: Way, args: argparse.Namespace
 ) -> Iterator[SharedSlots]:
     """Slots that the GPU reads, empty, behind a drive of `disk` GB/s."""
     slots = int(share * sum(map(len, store.blocks)))
-    workers, drive = Workers(args.threads, AWAKE_US), DeviceDrive(memory, gb_s=disk)
+    workers, drive = Workers(args.threads, AWAKE_US), EmulatedDrive(memory, gb_s=disk)
     opened = Host(
         catalog(store),
         workers,
@@ -221,7 +227,7 @@ def host(
         shared = SharedSlots(opened)
         try:
             if way.in_vram:
-                shared.keep_in_vram(int(args.vram * GB / store.layout.block_bytes), memory.device)
+                shared.keep_in_vram(int(args.vram * GB / store.layout.block_bytes), torch.device("cuda"))
             yield shared
         finally:
             torch.cuda.synchronize()

@@ -2,9 +2,10 @@
 drive or this machine's disk, held against what the planner says of the same run.
 
 Synthetic: the full shape's routing is made up (traces/generators.py) and a few blocks stand for all experts. Between
-two layers it waits as long as a card would take for the dense part. With a CUDA card the emulated drive's bytes are in
-its memory, so that no core plays a drive. A plan knows the processor's rate measured here with all in RAM, how long
-missing blocks take on an idle machine, and which blocks a replay of the routing misses; a token's time is compared.
+two layers it waits as long as a card would take for the dense part. The emulated drive's readers copy on cores that
+those who compute leave alone, as a drive's controller would need none. A plan knows the processor's rate measured here
+with all in RAM, how long missing blocks take on an idle machine, and which blocks a replay of the routing misses; a
+token's time is compared.
 """
 
 import argparse
@@ -19,8 +20,6 @@ from pathlib import Path
 import torch
 
 from kernels.block import BlockLayout
-from kernels.experts.device.drive import DeviceDrive
-from kernels.experts.device.turns import SharedSlots
 from kernels.experts.host.binding import Catalog, Host, open_drives, read_rate
 from kernels.experts.host.drives import Drive, EmulatedDrive
 from kernels.experts.host.replay import Clock, Routing, hinted
@@ -65,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", choices=TRACES, default="calibrated", help="generator of the routing (default calibrated)"
     )
-    parser.add_argument("--threads", type=int, default=0, help="that compute (default: cores less two)")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="that compute (default: cores less two and less the readers)"
+    )
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
 
 
@@ -74,7 +75,7 @@ def numbers(text: str) -> list[float]:
 
 
 def run(args: argparse.Namespace) -> int:
-    workers = Workers(args.threads or default_threads(), SPIN_US)
+    workers = Workers(args.threads or max(1, default_threads() - READERS), SPIN_US)
     routing = generate(args.trace, args.warm + args.tokens)
     blocks = SyntheticBlocks(LAYOUT, routing.layers, routing.experts)
     errors = []
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
                     flush=True,
                 )
                 if args.out:
-                    what = f"{disk:.1f} GB/s {kind(args, drive)}, prefetch {prefetch}"
+                    what = f"{disk:.1f} GB/s {kind(args)}, prefetch {prefetch}"
                     note = (
                         f"experts on the processor, {share:.2f} of them in RAM, {what}, {args.trace} routing, synthetic"
                     )
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
                     figures.append(args.out, "misses.hidden_share", found.hidden, "", note)
     print(f"the plan was wrong by at most {100 * max(errors):.1f} %")
     if args.out:
-        where = kind(args, rates[0][1])
+        where = kind(args)
         what = f"{where}, {len(errors)} configurations, prefetch off, synthetic"
         note = f"expert layers on the processor with misses, {what}"
         figures.append(args.out, "plan.error_max", max(errors), "", note)
@@ -121,14 +122,7 @@ def drives(args: argparse.Namespace, blocks: SyntheticBlocks) -> Iterator[tuple[
     """The catalog of all experts, and drives with their rates in GB/s."""
     if args.folder is None:
         memory, catalog = blocks.memory(args.physical)
-        there = torch.from_numpy(memory).cuda() if torch.cuda.is_available() else None
-        yield (
-            catalog,
-            [
-                (rate, EmulatedDrive(memory, gb_s=rate) if there is None else DeviceDrive(there, gb_s=rate))
-                for rate in args.disk
-            ],
-        )
+        yield catalog, [(rate, EmulatedDrive(memory, gb_s=rate)) for rate in args.disk]
         return
     with tempfile.NamedTemporaryFile(dir=args.folder, prefix="thimble-bench-", suffix=".blocks") as file:
         catalog = blocks.write(Path(file.name), args.physical)
@@ -136,23 +130,15 @@ def drives(args: argparse.Namespace, blocks: SyntheticBlocks) -> Iterator[tuple[
         yield catalog, [(read_rate(catalog, opened, READERS, 1_000_000_000), opened[0])]
 
 
-def kind(args: argparse.Namespace, drive: Drive) -> str:
-    if args.folder:
-        return "disk"
-    return "emulated drive in a card's memory" if isinstance(drive, DeviceDrive) else "emulated drive in RAM"
+def kind(args: argparse.Namespace) -> str:
+    return "disk" if args.folder else "emulated drive"
 
 
 @contextmanager
 def opened(catalog: Catalog, workers: Workers, slots: int, prefetch: str, drive: Drive) -> Iterator[Host]:
-    """Page-locked, if a card's copy engine is to write the slots."""
     host = Host(catalog, workers, slots=slots, readers=READERS, prefetch=prefetch, drives=[drive])
     try:
-        shared = SharedSlots(host) if isinstance(drive, DeviceDrive) else None
-        try:
-            yield host
-        finally:
-            if shared:
-                shared.close()
+        yield host
     finally:
         host.close()
 

@@ -1,9 +1,9 @@
 """`thimble bench prefill STORE`: how long prompts take on this machine's GPU, by length and by what is in RAM.
 
 For a synthetic store (`thimble synth`): its own random routers route. With --free-mib another process holds the card's
-other memory. What is not in RAM comes from an emulated drive whose bytes lie in the card's memory beyond those MiB, so
-that neither a slow disk nor a copying core is measured. Beside each time stands its floor: the largest of what the
-drive, the link and the tensor cores need by the rates of the same run.
+other memory. What is not in RAM comes from an emulated drive: memory that its readers copy at a drive's rate, on cores
+that a prompt's experts do not need. Beside each time stands its floor: the largest of what the drive, the link and the
+tensor cores need by the rates of the same run.
 
 A run can be ended and started again: cells that --done names are left out. With --minutes a cell that will not be done
 by then is left out as well, and a line says so.
@@ -21,13 +21,14 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 
-from kernels.experts.device.drive import DeviceDrive
 from kernels.experts.device.rates import ReadRates
 from kernels.experts.device.turns import SharedSlots
 from kernels.experts.host.binding import Host
+from kernels.experts.host.drives import EmulatedDrive
 from kernels.workers.pool import Workers, default_threads
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import catalog
@@ -110,15 +111,12 @@ def run(args: argparse.Namespace) -> int:
         (share, tokens) for share in args.share for tokens in args.tokens if cell_key(args, share, tokens) not in done
     ]
     torch.set_num_threads(1)
-    blocks = np.fromfile(store.experts_path, np.uint8)
+    memory = np.fromfile(store.experts_path, np.uint8)
     with ProcessPoolExecutor(1, get_context("spawn")) as other:  # here the vendor's library would stay on the card
         flops = other.submit(tensor_rate).result()
     with ExitStack() as stack:
-        beyond_mib = -(-blocks.size // (2 * MIB)) * 2
-        ballast = stack.enter_context(Ballast(args.free_mib + beyond_mib)) if args.free_mib else None
-        device = usable_device()
-        memory = torch.from_numpy(blocks).to(device)
-        del blocks
+        ballast = stack.enter_context(Ballast(args.free_mib)) if args.free_mib else None
+        usable_device()
         print(f"synthetic, routed by random routers; tensor cores {flops / 1e12:.0f} TFLOP/s\n{HEADING}", flush=True)
         opening_s = 0.0  # as long as the last one took
         for share in args.share:
@@ -139,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
                     print(cell, flush=True)
                     note = bench.note(cell)
                     if ballast is not None:
-                        peak = ballast.peak_bytes() - beyond_mib * MIB
+                        peak = ballast.peak_bytes()
                         print(f"{'':>7} most graphics memory {peak / MIB:.0f} MiB", flush=True)
                         if args.out:
                             figures.append(args.out, "prefill.peak_vram_gb", peak / 2**30, "GiB", note)
@@ -189,12 +187,12 @@ def record(out: Path, cell: Cell, note: str) -> None:
 
 @contextmanager
 def opened(
-    store: Store, memory: torch.Tensor, share: float, tokens: int, args: argparse.Namespace, places: int = 1
+    store: Store, memory: npt.NDArray[np.uint8], share: float, tokens: int, args: argparse.Namespace, places: int = 1
 ) -> Iterator["PrefillBench"]:
     """Slots for `share` of the experts, full; a model for prompts of so many tokens in so many places."""
     layers, experts = len(store.blocks), store.config.experts
     resident = min(experts, max(store.config.experts_per_token, round(share * experts)))
-    drive = DeviceDrive(memory, gb_s=args.disk if resident < experts else FILLED_GB_S)
+    drive = EmulatedDrive(memory, gb_s=args.disk if resident < experts else FILLED_GB_S)
     workers = Workers(default_threads(), AWAKE_US)
     host = Host(catalog(store), workers, slots=layers * resident, readers=READERS, drives=[drive])
     begun = time.perf_counter()

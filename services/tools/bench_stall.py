@@ -15,7 +15,6 @@ import torch
 import triton
 
 from services.engine.experts.store import Store
-from services.engine.gpu.ledger import MIB
 from services.engine.gpu.model import DeviceModel
 from services.engine.model import Segment
 from services.engine.reading import SLICE_S
@@ -44,12 +43,10 @@ def run(args: argparse.Namespace) -> int:
         print("bench stall needs a CUDA device", file=sys.stderr)
         return 2
     torch.set_num_threads(1)
-    blocks = np.fromfile(store.experts_path, np.uint8)
+    memory = np.fromfile(store.experts_path, np.uint8)
     with ExitStack() as stack:
         if args.free_mib:
-            stack.enter_context(Ballast(args.free_mib + -(-blocks.size // (2 * MIB)) * 2))
-        memory = torch.from_numpy(blocks).to("cuda")
-        del blocks
+            stack.enter_context(Ballast(args.free_mib))
         bench = stack.enter_context(opened(store, memory, args.share, args.tokens, args, places=2))
         alone = answer(bench.model, args.answered, store.config.vocab_size)
         prompt_s, _ = beside(bench.model, args, store.config.vocab_size, answers=False)

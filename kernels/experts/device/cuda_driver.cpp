@@ -20,9 +20,7 @@ const CudaDriver* CudaDriver::load(std::string& reason) {
     find(driver.stream_create, "cuStreamCreate");
     find(driver.stream_destroy, "cuStreamDestroy_v2");
     find(driver.stream_synchronize, "cuStreamSynchronize");
-    find(driver.stream_query, "cuStreamQuery");
     find(driver.memcpy_to_device, "cuMemcpyHtoDAsync_v2");
-    find(driver.memcpy_from_device, "cuMemcpyDtoHAsync_v2");
     find(driver.event_create, "cuEventCreate");
     find(driver.event_destroy, "cuEventDestroy_v2");
     find(driver.event_record, "cuEventRecord");

@@ -17,9 +17,7 @@ struct CudaDriver {
   Status (*stream_create)(Handle*, unsigned flags);
   Status (*stream_destroy)(Handle);
   Status (*stream_synchronize)(Handle);
-  Status (*stream_query)(Handle);
   Status (*memcpy_to_device)(Address, const void*, size_t, Handle stream);
-  Status (*memcpy_from_device)(void*, Address, size_t, Handle stream);
   Status (*event_create)(Handle*, unsigned flags);
   Status (*event_destroy)(Handle);
   Status (*event_record)(Handle, Handle stream);

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.experts.device.drive import current_context
+from kernels.experts.device.context import current_context
 from kernels.experts.host.binding import BlockError, Host
 from kernels.experts.host.feed import TIMEOUT_S
 from kernels.experts.prefill_kernels import FIELDS

@@ -17,7 +17,7 @@ import triton
 
 from kernels.experts import handoff
 from kernels.experts.decode_step import ExpertStep
-from kernels.experts.device.drive import current_context
+from kernels.experts.device.context import current_context
 from kernels.experts.device.vram_slots import VramSlots
 from kernels.experts.host.binding import Host
 from kernels.experts.host.replay import hinted

@@ -31,8 +31,7 @@ def _library() -> ctypes.CDLL:
     lib.thimble_drive_file.restype = lib.thimble_drive_emulated.restype = ctypes.c_void_p
     lib.thimble_drive_file.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64)
     numbers = (ctypes.c_int64, ctypes.c_double, ctypes.c_double, ctypes.c_int64, ctypes.c_int)
-    message = (ctypes.c_char_p, ctypes.c_int64)
-    lib.thimble_drive_emulated.argtypes = (ctypes.c_void_p, *numbers, *message)
+    lib.thimble_drive_emulated.argtypes = (ctypes.c_void_p, *numbers)
     lib.thimble_drive_emulated_counts.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     lib.thimble_drive_close.argtypes = (ctypes.c_void_p,)
     return lib
@@ -59,35 +58,13 @@ class EmulatedCounts:
     late_s: float
 
 
-@dataclass(frozen=True)
-class EmulatedModel:
-    """What an emulated drive does, see emulated_drive.h. Raises ValueError on what no drive does."""
-
-    size_bytes: int
-    gb_s: float
-    lane_gb_s: float | None
-    latency_us: float
-    depth: int
-
-    def __post_init__(self) -> None:
-        if self.gb_s <= 0 or self.depth < 1 or self.latency_us < 0:
-            raise ValueError(f"emulated drive: {self}")
-
-    @property
-    def numbers(self) -> tuple[int, float, float, int, int]:
-        lane_gb_s = 0.6 * self.gb_s if self.lane_gb_s is None else self.lane_gb_s
-        return self.size_bytes, self.gb_s * 1e9, lane_gb_s * 1e9, int(self.latency_us * 1000), self.depth
-
-
 class EmulatedDrive:
     """`memory` (uint8, one block after another) as a drive of `gb_s`, whose single reads get at most `lane_gb_s`; the
-    reading thread copies. device/drive.py has one whose memory is a GPU's.
+    reading thread copies, on a core of its own.
 
     For benchmarks and tests. The defaults are a consumer NVMe drive's: two large random reads in flight saturate it,
     the first byte of one takes 100 us. Many hosts may share one, also several drives the same memory.
     """
-
-    handle: int | None
 
     def __init__(
         self,
@@ -100,17 +77,13 @@ class EmulatedDrive:
     ) -> None:
         if memory.ndim != 1 or not memory.flags.c_contiguous:
             raise ValueError(f"emulated drive: memory of shape {memory.shape}, expected bytes in a row")
-        model = EmulatedModel(len(memory), gb_s, lane_gb_s, latency_us, depth)
-        self._open(memory, _library().thimble_drive_emulated, (memory.ctypes.data,), model)
-
-    def _open(
-        self, memory: object, make: Callable[..., int | None], where: tuple[int, ...], model: EmulatedModel
-    ) -> None:
+        if gb_s <= 0 or depth < 1 or latency_us < 0:
+            raise ValueError(f"emulated drive: {gb_s} GB/s, {depth} reads at once, {latency_us} us")
         self._memory = memory  # read by the library as long as this lives
-        message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-        self.handle = make(*where, *model.numbers, message, _MESSAGE_BYTES)
-        if not self.handle:
-            raise DriveError(message.value.decode())
+        lane_gb_s = 0.6 * gb_s if lane_gb_s is None else lane_gb_s
+        self.handle: int | None = _library().thimble_drive_emulated(
+            memory.ctypes.data, len(memory), gb_s * 1e9, lane_gb_s * 1e9, int(latency_us * 1000), depth
+        )
         weakref.finalize(self, _library().thimble_drive_close, self.handle)
 
     def counts(self) -> EmulatedCounts:

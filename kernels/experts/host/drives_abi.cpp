@@ -45,16 +45,10 @@ THIMBLE_API void* thimble_drive_file(const char* path, char* message, int64_t me
   return nullptr;
 }
 
-// The caller's memory as a drive. Null with a message if it cannot be had.
+// The caller's memory as a drive; see emulated_drive.h.
 THIMBLE_API void* thimble_drive_emulated(const uint8_t* memory, int64_t bytes, double bytes_per_s, double lane_bytes_per_s,
-                                         int64_t latency_ns, int depth, char* message, int64_t message_bytes) {
-  try {
-    return static_cast<Drive*>(
-        new EmulatedDrive(carrier_from(memory), bytes, {bytes_per_s, lane_bytes_per_s, latency_ns, depth}));
-  } catch (const std::exception& error) {
-    std::snprintf(message, size_t(message_bytes), "%s", error.what());
-  }
-  return nullptr;
+                                         int64_t latency_ns, int depth) {
+  return static_cast<Drive*>(new EmulatedDrive(memory, bytes, {bytes_per_s, lane_bytes_per_s, latency_ns, depth}));
 }
 
 // out[4]: reads, bytes, ns in which some read was served, ns by which the copies were later than the drive would have been.

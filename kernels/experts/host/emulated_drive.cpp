@@ -25,23 +25,7 @@ void sleep_until(int64_t due_ns) {
   }
 }
 
-class FromMemory : public Carrier {
- public:
-  explicit FromMemory(const uint8_t* memory) : memory_(memory) {}
-  std::string begin(int64_t offset, int64_t bytes, uint8_t* to) override {
-    std::memcpy(to, memory_ + offset, size_t(bytes));
-    return "";
-  }
-  bool ready() override { return true; }
-  std::string finish() override { return ""; }
-
- private:
-  const uint8_t* const memory_;
-};
-
 }  // namespace
-
-std::unique_ptr<Carrier> carrier_from(const uint8_t* memory) { return std::make_unique<FromMemory>(memory); }
 
 std::string EmulatedDrive::read(int64_t offset, int64_t bytes, uint8_t* to) {
   if (offset < 0 || bytes < 0 || offset > bytes_ - bytes) return "the block is not in the emulated drive's memory";
@@ -58,14 +42,9 @@ std::string EmulatedDrive::read(int64_t offset, int64_t bytes, uint8_t* to) {
     due_ns = std::max(free_at_ns_, first_ns + int64_t(double(bytes) / model_.lane_bytes_per_s * 1e9));
   }
   served_.notify_all();
-  std::string wrong = carrier_->begin(offset, bytes, to);
-  int64_t late_from_ns = due_ns;
-  if (now_ns() < due_ns) {
-    sleep_until(due_ns);
-    late_from_ns = carrier_->ready() ? 0 : now_ns();  // waking up late is the system's doing, not memory's
-  }
-  if (wrong.empty()) wrong = carrier_->finish();
-  const int64_t late_ns = late_from_ns ? std::max<int64_t>(0, now_ns() - late_from_ns) : 0;
+  std::memcpy(to, memory_ + offset, size_t(bytes));
+  const int64_t late_ns = std::max<int64_t>(0, now_ns() - due_ns);  // waking up late is the system's doing, not memory's
+  if (late_ns == 0) sleep_until(due_ns);
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (--serving_ == 0) counts_.busy_ns += now_ns() - busy_since_ns_;
@@ -74,7 +53,7 @@ std::string EmulatedDrive::read(int64_t offset, int64_t bytes, uint8_t* to) {
     counts_.late_ns += late_ns;
   }
   served_.notify_all();
-  return wrong;
+  return "";
 }
 
 EmulatedDrive::Counts EmulatedDrive::counts() const {

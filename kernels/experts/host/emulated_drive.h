@@ -3,16 +3,15 @@
 //
 // The model. At most `depth` reads are served at once, the others wait in the order they came. A read that is served has its
 // first byte after `latency` and is then carried at no more than `lane_bytes_per_s`; all reads together leave through one
-// token bucket without burst, `bytes_per_s`. A read is handed over when its last byte is due. What brings the bytes is a Carrier:
-// memory that the reader's own thread copies from while it waits, or what another part has. If that takes longer than the drive would have, the difference is counted as
-// late, and a figure measured with much lateness is one of this machine's memory, not of the drive.
+// token bucket without burst, `bytes_per_s`. A read is handed over when its last byte is due. The bytes are copied by the
+// reader's own thread while it waits, so a measurement leaves it a core; if that takes longer than the drive would have, the
+// difference is counted as late, and a figure measured with much lateness is one of this machine's memory, not of the drive.
 //
 // The memory is the caller's and may be shared by drives. Offsets may repeat in a catalog: a few blocks in memory then stand
 // for every expert of a large model.
 #pragma once
 
 #include <condition_variable>
-#include <memory>
 #include <mutex>
 
 #include "kernels/experts/host/drive.h"
@@ -25,22 +24,10 @@ struct DriveModel {
   int depth;
 };
 
-// Brings bytes from where the drive keeps them. Any thread may; begin and finish are a thread's own pair.
-class Carrier {
- public:
-  virtual ~Carrier() = default;
-  virtual std::string begin(int64_t offset, int64_t bytes, uint8_t* to) = 0;  // empty, or what is wrong
-  virtual bool ready() = 0;
-  virtual std::string finish() = 0;  // returns once the bytes are there
-};
-
-// From memory, by the calling thread.
-std::unique_ptr<Carrier> carrier_from(const uint8_t* memory);
-
 class EmulatedDrive : public Drive {
  public:
-  EmulatedDrive(std::unique_ptr<Carrier> carrier, int64_t bytes, const DriveModel& model)
-      : carrier_(std::move(carrier)), bytes_(bytes), model_(model) {}
+  EmulatedDrive(const uint8_t* memory, int64_t bytes, const DriveModel& model)
+      : memory_(memory), bytes_(bytes), model_(model) {}
 
   std::string read(int64_t offset, int64_t bytes, uint8_t* to) override;
   std::string name() const override { return "emulated drive"; }
@@ -51,7 +38,7 @@ class EmulatedDrive : public Drive {
   Counts counts() const;
 
  private:
-  const std::unique_ptr<Carrier> carrier_;
+  const uint8_t* const memory_;
   const int64_t bytes_;
   const DriveModel model_;
 
