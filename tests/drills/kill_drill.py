@@ -202,10 +202,11 @@ def fleets(store: Path, folder: Path) -> Iterator[tuple[Fleet, Fleet]]:
     """The one whose members die, and the one they are held against."""
     for name in ("fleet", "reference"):
         (folder / name).mkdir()
+    lent = {"ENGINE_EXCHANGE_DIR": str(folder / "lent"), "API_EXCHANGE_DIR": str(folder / "lent")}
     bare = {"ENGINE_HOT_STATES_GB": "0", "API_READ_AHEAD": "false"}
     patient = {"API_REDIS_TIMEOUT_MS": "5000"}  # a store that is slow on a busy machine loses nothing, but is not asked
     with (
-        Fleet(store, folder / "fleet", ENGINE_WORKERS="1", ENGINE_HOT_STATES_GB="0.05", **patient) as fleet,
+        Fleet(store, folder / "fleet", ENGINE_WORKERS="1", ENGINE_HOT_STATES_GB="0.05", **patient, **lent) as fleet,
         Fleet(store, folder / "reference", engines=1, redis_mb=0, ENGINE_WORKERS="1", **bare) as reference,
     ):
         yield fleet, reference

@@ -41,8 +41,8 @@ class DevicePool(PagePool):
             places, layers, config.mamba_heads, config.mamba_head_dim, config.mamba_state, device=device
         )
         self._free_places = list(range(places - 1, -1, -1))
-        largest = max((each[0, 0].nbytes for each in (self.conv, self.ssm, self.keys) if each.numel()), default=1)
-        self._staging = torch.zeros(largest, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        page_bytes = self.keys[0, 0].nbytes if self.keys.numel() else 1
+        self._staging = torch.zeros(page_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     def pages_of(self, layer: int, key_scale: float, value_scale: float) -> Pages:
         """One attention layer's pages, as the kernels take them. The scales are those of FP8 pages only."""
