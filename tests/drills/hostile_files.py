@@ -5,6 +5,7 @@ manifests, tokenizers. Each must be read or refused by the reader's own error, i
 """
 
 import argparse
+import copy
 import json
 import random
 import resource
@@ -148,9 +149,9 @@ def json_damaged(choose: random.Random, text: bytes) -> bytes:
             case 0:
                 del holder[key]
             case 1 if isinstance(holder, dict):
-                holder[choose.choice(("__class__", "../x", "", "new", "lm_head.weight"))] = holder[key]
+                holder[choose.choice(("__class__", "../x", "", "new", "lm_head.weight"))] = copy.deepcopy(holder[key])
             case _:
-                holder[key] = choose.choice(NASTY)
+                holder[key] = copy.deepcopy(choose.choice(NASTY))
     deep = "[" * 50_000 + "]" * 50_000
     return json.dumps(value).replace(json.dumps(DEEP), deep).encode()
 

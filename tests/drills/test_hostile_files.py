@@ -161,3 +161,10 @@ def test_damage_differs_and_repeats_by_its_seed(whole: dict[str, Target]) -> Non
     assert len({damaged(random.Random(seed), header)[:200] for seed in range(20)}) > 10
     assert Store.open(whole["manifest"].folder).blocks
     assert load_model_folder(whole["defaults"].folder).tokenizer
+
+
+def test_one_damage_does_not_spoil_the_next() -> None:
+    before = repr(hostile_files.NASTY)
+    for seed in range(500):
+        json_damaged(random.Random(seed), b'{"a": [1, {"b": [3]}], "c": {"d": {"e": []}}}')
+    assert repr(hostile_files.NASTY) == before
