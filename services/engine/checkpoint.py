@@ -58,6 +58,9 @@ class Checkpoint:
                 )
             parts[part][ours] = entry
         tensors = parts["language"]
+        experts = config.experts * len(config.moe_layers)
+        if experts > len(tensors):  # before all of their names are made: the number may be any
+            raise CheckpointError(f"config: {experts} experts in all, but the files have only {len(tensors)} tensors")
         formats = check_tensors(tensors, dense_tensors(config), expert_tensors(config))
         quantisation.check(quantisation.descriptions(folder, raw), formats)
         architecture = (raw.get("architectures") or [str(raw.get("model_type"))])[0]

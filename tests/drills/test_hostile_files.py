@@ -124,6 +124,23 @@ def test_what_was_found_in_a_vision_side(
         path.write_bytes(before)
 
 
+@pytest.mark.parametrize("experts", [2**31, 10**400])
+def test_experts_without_number_are_refused_at_once(whole: dict[str, Target], experts: int) -> None:
+    target = whole["config"]
+    path = target.folder / target.file
+    before = path.read_text()
+    content = json.loads(before)
+    holder = content.get("llm_config", content)
+    assert "n_routed_experts" in holder
+    holder["n_routed_experts"] = experts
+    try:
+        path.write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match="experts in all, but the files have only"):
+            target.read(target.folder)
+    finally:
+        path.write_text(before)
+
+
 def test_a_scale_beyond_any_float_is_refused(whole: dict[str, Target]) -> None:
     target = whole["manifest"]
     path = target.folder / target.file
