@@ -294,7 +294,7 @@ def _read_journal(journal: IO[bytes], experts_path: Path, key: str, block_bytes:
     try:
         if lines and lines[0] == head and experts_path.exists():
             blocks = [layout.parse_block(record) for line in lines[1:] for record in json.loads(line)]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, OverflowError, KeyError, TypeError):
         blocks = []
     if blocks and _holds(experts_path, blocks, block_bytes):
         journal.truncate(sum(len(line) + 1 for line in lines))

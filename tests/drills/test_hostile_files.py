@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import hostile_files
@@ -124,35 +125,33 @@ def test_what_was_found_in_a_vision_side(
         path.write_bytes(before)
 
 
-@pytest.mark.parametrize("experts", [2**31, 10**400])
-def test_experts_without_number_are_refused_at_once(whole: dict[str, Target], experts: int) -> None:
-    target = whole["config"]
+@pytest.mark.parametrize("name", ["config", "vision config", "manifest", "seeing manifest", "defaults", "preprocessor"])
+def test_every_number_may_be_any(whole: dict[str, Target], name: str) -> None:
+    """One after the other is beyond 32 bits, and beyond any float: nothing is made in that number."""
+    target, report = whole[name], Report()
     path = target.folder / target.file
     before = path.read_text()
-    content = json.loads(before)
-    holder = content.get("llm_config", content)
-    assert "n_routed_experts" in holder
-    holder["n_routed_experts"] = experts
     try:
-        path.write_text(json.dumps(content))
-        with pytest.raises(CheckpointError, match="experts in all, but the files have only"):
-            target.read(target.folder)
+        for place in numbers(json.loads(before)):
+            for number in (2**31, 10**400):
+                content = holder = json.loads(before)
+                for key in place[:-1]:
+                    holder = holder[key]
+                holder[place[-1]] = number
+                attempt(report, ".".join(map(str, place)), target, json.dumps(content).encode())
     finally:
         path.write_text(before)
+    assert report.findings == {}
+    assert report.refused > 0
 
 
-def test_a_scale_beyond_any_float_is_refused(whole: dict[str, Target]) -> None:
-    target = whole["manifest"]
-    path = target.folder / target.file
-    before = path.read_text()
-    content = json.loads(before)
-    content["layers"][0]["blocks"][0]["up_scale"] = 10**400
-    try:
-        path.write_text(json.dumps(content))
-        with pytest.raises(StoreError, match="beyond any float"):
-            target.read(target.folder)
-    finally:
-        path.write_text(before)
+def numbers(value: object, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Where they are; of a list only in its first two."""
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(min(2, len(value))):
+            yield from numbers(value[key], (*place, key))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield place
 
 
 def test_a_fault_of_a_reader_would_be_found(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ class Store:
             store = Store(
                 folder, config, config.block, blocks, dense, manifest["source"], manifest["fingerprint"], vision, draft
             )
-        except (KeyError, TypeError, ValueError, CheckpointError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, CheckpointError) as error:
             raise StoreError(f"{folder / MANIFEST}: damaged ({error!r}); run thimble repack again") from error
         store._check(layers)
         return store
@@ -246,11 +246,8 @@ def block_record(block: Block) -> dict[str, Any]:
 
 
 def parse_block(record: dict[str, Any]) -> Block:
-    """The inverse of `block_record`. Raises ValueError on scales that the arithmetic does not take."""
-    try:
-        scales = (float(record["up_scale"]), float(record["down_scale"]))
-    except OverflowError as error:
-        raise ValueError("a scale beyond any float") from error
+    """The inverse of `block_record`. Raises ValueError or OverflowError on scales that the arithmetic does not take."""
+    scales = (float(record["up_scale"]), float(record["down_scale"]))
     tiny = float(np.finfo(np.float32).tiny)
     if any(not tiny <= scale < np.inf or float(np.float32(scale)) != scale for scale in scales):
         raise ValueError(f"scales {scales}: expected positive normal float32 numbers")
