@@ -61,7 +61,9 @@ class TextTokenizer:
         model = {**data["model"], "vocab": {k: v for k, v in data["model"]["vocab"].items() if k not in self.added}}
         try:
             self._plain = Tokenizer.from_str(json.dumps({**data, "model": model, "added_tokens": []}))
-        except Exception as error:  # the library raises no other kind
+        except BaseException as error:  # of its own faults a PanicException of Rust: no Exception
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ModelFolderError(f"tokenizer.json cannot be used: {error}") from error
         letters = _byte_letters()
         self._bytes: dict[int, bytes] = {}

@@ -145,6 +145,20 @@ def test_every_number_may_be_any(whole: dict[str, Target], name: str) -> None:
     assert report.refused > 0
 
 
+def test_a_panic_of_the_tokenizer_s_library_is_refused(whole: dict[str, Target]) -> None:
+    target = whole["tokenizer"]
+    path = target.folder / target.file
+    before = path.read_text()
+    content = json.loads(before)
+    content["model"]["continuing_subword_prefix"] = "../../etc/passwd"
+    try:
+        path.write_text(json.dumps(content))
+        with pytest.raises(ModelFolderError, match="cannot be used"):
+            target.read(target.folder)
+    finally:
+        path.write_text(before)
+
+
 def numbers(value: object, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
     """Where they are; of a list only in its first two."""
     if isinstance(value, dict | list):
