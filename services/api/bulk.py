@@ -39,7 +39,7 @@ class Bulk:
             if parts.scheme == "unix":
                 connection.settimeout(self.timeout_s)
                 connection.connect(unquote(parts.path))
-            if password:
+            if user or password:
                 _say(connection, ("AUTH", user, password) if user else ("AUTH", password))
             if database not in ("", "0"):
                 _say(connection, ("SELECT", database))

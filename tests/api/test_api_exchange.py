@@ -112,13 +112,16 @@ def test_only_damaged_bytes_are_removed(
     real = bulk_module._encode
 
     def silent(command: tuple[str, ...]) -> bytes:  # the store waits for the rest, and so does the engine
-        return real(command)[:-2]
+        return real(command) if command[0] == "AUTH" else real(command)[:-2]
+
+    def refused(command: tuple[str, ...]) -> bytes:
+        return real(command if command[0] == "AUTH" else ("LRANGE", *command[1:], "0"))
 
     with pytest.MonkeyPatch.context() as patch:
         if trouble == "silent":
             patch.setattr(bulk_module, "_encode", silent)
         if trouble == "refused":
-            patch.setattr(bulk_module, "_encode", lambda command: real(("LRANGE", *command[1:], "0")))
+            patch.setattr(bulk_module, "_encode", refused)
         api.chat(*dialog, max_tokens=1)
     assert cold.calls[-1].source == "REFUSED"
     api.saved()
@@ -195,21 +198,46 @@ def test_who_reads_can_do_nothing_else(store: EmbeddedStore) -> None:
         assert client.get("thimble:3:block:b") == b"y" * 10, "the control: the owner may"
 
 
-def test_without_a_connection_the_prompt_is_read(
-    start_api: Callable[..., RunningApi], store: EmbeddedStore, cold: ScriptedEngine, tmp_path: Path
+@pytest.mark.parametrize("user", ["reader:any@", "reader@", "?username=reader"])
+def test_who_reads_cannot_become_another(store: EmbeddedStore, user: str) -> None:
+    """Nobody is kept from RESET and AUTH, so the users that one can be then must be of no use."""
+    with redis.Redis.from_url(store.url) as client:
+        client.set("thimble:3:block:b", b"y" * 10)
+    url = f"unix://{store.socket_path}{user}" if user.startswith("?") else f"unix://{user}{store.socket_path}"
+    with bulk(url, [], [], 5.0).connect() as connection:
+
+        def ask(*words: str) -> bytes:
+            connection.sendall(bulk("", [words], [10], 5.0).requests[0])
+            return connection.recv(1000)
+
+        assert ask("GET", "thimble:3:block:b") == b"$10\r\nyyyyyyyyyy\r\n"
+        assert ask("FLUSHALL").startswith(b"-NOPERM"), "the control: it is the reader who asks"
+        for words in (("AUTH", "any"), ("AUTH", "default", "any"), ("AUTH", "default", "")):
+            assert ask(*words).startswith(b"-WRONGPASS")
+        assert ask("RESET") == b"+RESET\r\n"
+        assert ask("FLUSHALL").startswith(b"-NOAUTH")
+        assert ask("AUTH", store.password) == b"+OK\r\n"
+        assert ask("FLUSHALL") == b"+OK\r\n", "the control: the password is all that is missing"
+    arguments = Path(f"/proc/{store.pid}/cmdline").read_bytes()
+    assert b"requirepass" not in arguments
+    assert store.password.encode() not in arguments
+
+
+@pytest.mark.parametrize(("user", "source"), [("", "REFUSED"), ("reader:any@", "SENT"), ("reader2:any@", "SENT")])
+def test_a_store_that_does_not_let_the_reader_in(
+    start_api: Callable[..., RunningApi],
+    store: EmbeddedStore,
+    cold: ScriptedEngine,
+    tmp_path: Path,
+    user: str,
+    source: str,
 ) -> None:
-    """The ordinary client still has one when the store takes no new ones."""
-    api = start_api(redis_url=store.url, exchange_dir=str(tmp_path), read_ahead=False)
-    real = api.app.state.chats.snapshots.send
-
-    async def alone(*args: Any) -> Any:
-        with redis.Redis.from_url(store.url) as client:
-            client.config_set("requirepass", "secret")
-        return await real(*args)
-
-    api.app.state.chats.snapshots.send = alone
-    assert two_turns(api) == 0
-    assert cold.calls[-1].source == "REFUSED"
+    """One that says so at once is asked over gRPC; where only the engine hears of it, the prompt is read."""
+    reader = f"unix://{user}{store.socket_path}"
+    api = start_api(redis_url=store.url, redis_reader_url=reader, exchange_dir=str(tmp_path), read_ahead=False)
+    assert (two_turns(api) > 40) == (source == "SENT")
+    assert cold.calls[-1].source == source
+    assert (cold.calls[-1].lent_chunks > 0) == (user == "reader:any@")
 
 
 def test_a_folder_whose_name_is_too_long_for_a_socket_is_not_shared(tmp_path: Path) -> None:
@@ -222,9 +250,9 @@ def test_a_folder_whose_name_is_too_long_for_a_socket_is_not_shared(tmp_path: Pa
 def test_a_password_and_a_database_are_used(store: EmbeddedStore) -> None:
     with redis.Redis.from_url(store.url) as client:
         client.config_set("requirepass", "s/cret")
-    with redis.Redis.from_url(f"{store.url}?db=3", password="s/cret") as client:
+    with redis.Redis.from_url(f"unix://{store.socket_path}?db=3", password="s/cret") as client:
         client.set("a", b"x" * 10)
-    path = store.url.removeprefix("unix://")
+    path = store.socket_path
     for url in (f"unix://:s%2Fcret@{path}?db=3", f"unix://{path}?db=3&password=s/cret"):
         payload = bulk(url, [("GET", "a")], [10], 5.0)
         with payload.connect() as connection:

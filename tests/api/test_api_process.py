@@ -165,7 +165,7 @@ def test_the_embedded_store_is_bounded_and_forgetful(store: EmbeddedStore) -> No
         for number in range(100):
             client.set(f"k{number}", bytes(1_000_000))
         assert client.info("stats")["evicted_keys"] > 30
-    folder = Path(store.url.removeprefix("unix://")).parent
+    folder = store.socket_path.parent
     pid = store.pid
     store.close()
     assert gone([pid])

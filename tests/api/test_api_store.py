@@ -42,7 +42,7 @@ def client(store: EmbeddedStore) -> Iterator["redis.Redis"]:
 
 @pytest.fixture
 def proxy(store: EmbeddedStore) -> Iterator[SlowProxy]:
-    with SlowProxy(store.url.removeprefix("unix://")) as between:
+    with SlowProxy(str(store.socket_path), store.password) as between:
         yield between
 
 
@@ -87,7 +87,7 @@ def test_use_renews_the_ttl(
 def test_a_dead_store_costs_only_its_snapshots(
     start_api: Callable[..., RunningApi], proxy: SlowProxy, cold: ScriptedEngine
 ) -> None:
-    api = start_api(redis_url=f"redis://127.0.0.1:{proxy.port}", redis_timeout_ms=500)
+    api = start_api(redis_url=proxy.url, redis_timeout_ms=500)
     reply, _ = chat(api, *DIALOG)
     assert chat(api, *next_turn(reply))[1] > 0
     proxy.go_away()
@@ -114,7 +114,7 @@ def test_a_store_that_was_never_there(start_api: Callable[..., RunningApi], engi
 def test_a_slow_store_delays_one_chat_by_its_timeout(
     start_api: Callable[..., RunningApi], proxy: SlowProxy, cold: ScriptedEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    api = start_api(redis_url=f"redis://127.0.0.1:{proxy.port}", redis_timeout_ms=300)
+    api = start_api(redis_url=proxy.url, redis_timeout_ms=300)
     reply, _ = chat(api, *DIALOG)
     proxy.delay_s = 2
     for _ in range(4):
@@ -130,7 +130,7 @@ def test_a_store_that_gets_slow_while_it_is_read(
 ) -> None:
     """It offers what it cannot send: the engine is told, and reads the prompt from its first token."""
     monkeypatch.setattr("services.api.store.READ_TIMEOUT", 1)
-    api = start_api(redis_url=f"redis://127.0.0.1:{proxy.port}", redis_timeout_ms=300)
+    api = start_api(redis_url=proxy.url, redis_timeout_ms=300)
     reply, _ = chat(api, *DIALOG)
     real = api.app.state.chats.snapshots.send
 
