@@ -6,9 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from demo_engine import demo
 
+from kernels.workers.pool import Workers
 from services.engine.experts.store import Store
+from services.engine.experts.streamer import HostExperts
 from services.engine.experts.warm import NAME, Warm, WarmSet
 
 KEYS = Warm(np.array([5, 3, 9, 0], np.int32), np.arange(10, dtype=np.uint32) << 28)
@@ -94,3 +97,18 @@ def test_the_first_reply_after_a_restart_has_hits(demo_store: Store, tmp_path: P
     assert warm_ids == cold_ids == again_ids
     assert warm_hits > 0
     assert warm_misses < min(cold_misses, again_misses) / 2, (warm_misses, cold_misses, again_misses)
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_what_was_named_before_the_first_request_is_not_hot(demo_store: Store, tmp_path: Path, remembers: bool) -> None:
+    """A GPU's graphs name experts when they are captured; nobody asked for those."""
+    warm = WarmSet(tmp_path / NAME, "abc", demo_store.config.experts * len(demo_store.blocks)) if remembers else None
+    experts = HostExperts(demo_store, Workers(1), slots=8, readers=1, lock_memory=False, warm=warm)
+    try:
+        ids = torch.zeros(1, 1, dtype=torch.int32)
+        experts.step(0, ids, torch.ones(1, 1), torch.ones(1, demo_store.layout.latent))
+        assert experts.host.heat().any(), "a step heats"
+        experts.begin_warm()
+        assert not experts.host.heat().any()
+    finally:
+        experts.close()

@@ -18,8 +18,8 @@
 //   copy -> read    the caller's stream waits for an event behind the copies of every lane.
 //   read -> copy    the lanes wait for the event of used(), which next() of the same group, a whole turn later, finds recorded.
 //   copy -> reuse of a slot    a lease goes back only once the host has seen the events behind the copies, or the lanes empty.
-//   table           lies in page-locked memory and is copied in front of its blocks by the same lane, so that it neither waits
-//                   behind other groups' blocks nor needs events of its own.
+//   table           lies in page-locked memory and is copied by a lane of its blocks, so that it needs no events of its own: in
+//                   front of them, or, where they were copied ahead, behind all that was.
 #pragma once
 
 #include <string>

@@ -2,7 +2,8 @@
 // the ones in RAM. Owns the table, not the memory, and copies nothing: whoever does that asks begin() what to copy, copies, and
 // says end(). One thread's, the one that serves turns; and only between two graphs, when nothing is read there.
 //
-// A block that is held is not looked up in RAM any more, where it grows cold and leaves.
+// A block that is held is not looked up in RAM any more, where it grows cold and leaves; but a step of several rows that names
+// more of them than it has places for looks the rest up there.
 #pragma once
 
 #include <cstdint>

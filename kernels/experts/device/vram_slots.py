@@ -1,8 +1,9 @@
 """Expert blocks in a card's own memory: those that decode names most often, on cards with room for some.
 
 Owns that memory and the copies into it; which blocks, and who uses them, is vram_slots.cpp's and turns.cpp's. A block
-that is there is computed there, always, and needs neither RAM nor PCIe; the bits are the same. Filled while tokens run,
-a few blocks between two of them.
+that is there is computed there and needs neither RAM nor PCIe, as far as the step's places on the card go (a step of
+several rows can name more); a prompt's sweep takes its blocks from RAM as ever. The bits are the same. Filled while
+tokens run, a few blocks between two of them.
 """
 
 import ctypes

@@ -119,7 +119,7 @@ THIMBLE_API void thimble_host_heat(void* host, uint32_t* counts) {
   for (Key key = 0; key < heat.keys(); key++) counts[key] = heat.of(key);
 }
 
-// What it was before a restart. Before the first step.
+// What it was before a restart; from the thread that steps.
 THIMBLE_API void thimble_host_set_heat(void* host, const uint32_t* counts) {
   Heat& heat = host_of(host).step->heat();
   for (Key key = 0; key < heat.keys(); key++) heat.set(key, counts[key]);

@@ -259,7 +259,7 @@ class Host:
         return counts
 
     def set_heat(self, counts: npt.NDArray[np.uint32]) -> None:
-        """What `heat` said before a restart; before the first step. Raises ValueError if it is of another model."""
+        """What `heat` said before a restart; from the thread that steps. Raises ValueError for another model's."""
         array = np.ascontiguousarray(counts, np.uint32)
         if array.shape != (self.catalog.offsets.size,):
             raise ValueError(f"heat: {array.shape} counts for a model of {self.catalog.offsets.size} blocks")

@@ -138,11 +138,12 @@ class HostExperts:
 
     def begin_warm(self) -> None:
         """Start reading what was in RAM before, and keep what is from now on. Slots can be given up until then."""
-        if self._warm is not None:
-            known = self._warm.load()
-            heat = self.host.heat()
+        heat = np.zeros_like(self.host.heat())  # what a GPU's graphs named when they were captured nobody asked for
+        known = None if self._warm is None else self._warm.load()
+        if known is not None:
             heat[: len(known.heat)] = known.heat
-            self.host.set_heat(heat)
+        self.host.set_heat(heat)
+        if self._warm is not None and known is not None:
             self.host.warm(known.keys)
             self._warm.keep(self._held)
 

@@ -63,7 +63,7 @@ class WarmSet:
         count = max(0, len(words) - self._blocks)
         keys, heat = words[:count].astype(np.int32), words[count:].astype(np.uint32)
         if known != expected or len(np.unique(keys)) != len(keys) or ((keys < 0) | (keys >= self._blocks)).any():
-            log.warning("%s is damaged or of another model, the expert cache starts empty", self.path)
+            log.warning("%s is damaged, of another model or version: the expert cache starts empty", self.path)
             return nothing
         return Warm(keys, heat)
 

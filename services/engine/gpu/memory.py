@@ -93,7 +93,7 @@ class DevicePool(PagePool):
 class DeviceState(State):
     """`conv` and `ssm` are its place in the pool; they and the pages never move.
 
-    What is exported goes through one page-locked buffer, piece by piece.
+    Keys and values that are exported go through one page-locked buffer, piece by piece.
     """
 
     pool: DevicePool
