@@ -1,5 +1,5 @@
 """Where drafts come from: guesses at the id behind the last one of an answer. Owns no judgement of them: they are
-tried, and what is wrong costs time, never a word.
+tried, and what is wrong costs time and, on a sound disk, never a word.
 
     ngram   what followed the last few ids where they came before, in prompt or answer: quotes, edits, lists
     mtp     what the model's own multi-token-prediction block says

@@ -3,7 +3,8 @@ it says behind that is good, too. Owns when drafts are tried, and what becomes o
 
 What is said never changes: the id behind the draft is chosen by the model's own logits, by the request's own rules and
 its own randomness, as without drafts (greedy and drawn: an id is a function of logits, seed and position). A draft is
-right if that id is the same. A wrong one leaves nothing behind, as `Segment.drafts` promises.
+right if that id is the same. A wrong one leaves nothing behind, as `Segment.drafts` promises. But its experts are read
+too: one that cannot be, damaged in every copy, ends all answers of the step though none of them needed it.
 
 With `auto` a kind of drafts is tried as long as it pays: a right one saves a step, each costs its share of one. Both
 are measured as it goes: the time of steps without drafts, by how many answer; what a draft adds to it; how often drafts
@@ -166,4 +167,4 @@ class Speculation:
         if self._metrics is not None:
             self._metrics.drafted[kind,].inc()
             self._metrics.accepted[kind,].inc(right)
-            self._metrics.draft_gain[kind,].set(judged.gain)
+            self._metrics.draft_gain[kind,].set(judged.gain if judged.extra.samples else 0.0)

@@ -1,6 +1,8 @@
 """`thimble bench speculation STORE`: answers with and without drafts, on the processor, in one run.
 
-Every question is answered without drafts and with each kind of them in turn; the words must be the same, or it stops.
+Every question is answered without drafts and with each kind of them; the words must be the same, or it stops. Who
+answers finds loaded what the answer before has read: each way begins as often as the others, behind one that does not
+count.
 Sources that know the answer, and say it in a given share of cases, show the speed for any share of right
 drafts, and from which share on drafts pay. Two more ways are there to decide by: the model's own block with nothing of
 the prompt in its memory; and, where ids are drawn, its likeliest id instead of the one that the request would draw.
@@ -15,6 +17,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -54,6 +57,7 @@ TOPICS = (
     *("a garden", "an old ship", "the stars", "a grey cat", "a railway", "honey", "a mountain", "glass", "a letter"),
     "the spring",
 )
+Way = TypeVar("Way")
 TOLD, TOP_P = "told", 0.95
 PLAIN, OWN, FORGETFUL, LIKELIEST = "without", "mtp", "mtp, nothing of the prompt", "mtp, the likeliest"
 
@@ -140,12 +144,12 @@ def run(args: argparse.Namespace) -> int:
         rig = Rig(parts.scheduler, parts.experts)
         ends = frozenset(t.id for t in words.tokenizer.added.values() if t.literal in words.template.turn_tokens)
         sums: dict[str, Sums] = {PLAIN: Sums()}
-        for question in asked:
+        for number, question in enumerate(asked):
             messages = [{"role": "user", "content": question}]
             prompt = words.tokenizer.encode(words.template.prompt(messages, options={"enable_thinking": False}).text)
             request = Request("bench", tuple(prompt), args.tokens, args.temperature, TOP_P, stop_ids=ends)
-            expected = rig.answer(request, [], sums[PLAIN])
-            for name, sources in rig.ways(args.right, expected).items():
+            expected = rig.answer(request, [], Sums())  # told to the ways, and not counted
+            for name, sources in in_turn(list(rig.ways(args.right, expected).items()), number):
                 found = rig.answer(request, sources, sums.setdefault(name, Sums()), name == FORGETFUL)
                 if found != expected:
                     raise DraftError(f"{question!r} is answered differently with drafts: {name}")
@@ -160,6 +164,12 @@ def run(args: argparse.Namespace) -> int:
         how = f"drawn at {args.temperature:g}" if args.temperature else "greedy"
         record(args.out, f"{args.store.resolve().name} on the CPU, {how}", sums)
     return 0
+
+
+def in_turn(ways: Seq[Way], number: int) -> list[Way]:
+    """Another one first for each number."""
+    first = number % len(ways)
+    return [*ways[first:], *ways[:first]]
 
 
 def record(path: Path, what: str, sums: dict[str, Sums]) -> None:
@@ -186,8 +196,8 @@ class Rig:
         self.sources = {source.kind: source for source in scheduler.speculation.sources}
 
     def ways(self, shares: Seq[float], answer: list[int]) -> dict[str, list[Source]]:
-        """By name. The block's drafts alone, copies alone, and both."""
-        found: dict[str, list[Source]] = {"ngram": [Copying()]}
+        """By name. None, the block's drafts alone, copies alone, and both."""
+        found: dict[str, list[Source]] = {PLAIN: [], "ngram": [Copying()]}
         if self.head is not None:
             own = self.sources["mtp"]
             found |= {

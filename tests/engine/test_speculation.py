@@ -123,6 +123,17 @@ def test_words_are_the_same_with_the_block_and_with_copies(store: Store, plain: 
         assert steps + sum(accepted) + 3 * len(PROMPTS) == tokens, "first tokens come from reading"
 
 
+@pytest.mark.parametrize(("mode", "tokens"), [("on", 3), ("auto", 40)])
+def test_the_gain_is_shown_once_it_is_known(store: Store, mode: str, tokens: int) -> None:
+    """It takes the time of steps without drafts, too."""
+    with engine(store, mode) as running:
+        running.say(PROMPTS[0], tokens)
+        assert running.counted("spec_decode_num_draft_tokens_total", kind="mtp") > 0
+        known = running.speculation.judgements["mtp"].extra.samples > 0
+        assert known == (mode == "auto")
+        assert (running.counted("speculation_gain", kind="mtp") > 0) == known
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("how", [{}, SEEDED], ids=["greedy", "drawn"])
 def test_words_are_the_same_for_any_share_of_right_drafts(

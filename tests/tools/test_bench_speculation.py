@@ -3,13 +3,16 @@
 import csv
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.engine.experts.store import TEXT_FILES, Store
 from services.engine.model import Model
+from services.engine.request import Request
 from services.engine.state import State
 from services.tools import small_checkpoint
+from services.tools.bench_speculation import Rig, Sums
 from services.tools.cli import main
 from services.tools.repack import repack
 
@@ -19,9 +22,24 @@ def command(store: Store, *more: str) -> int:
     return main([*words, *more])
 
 
-def test_its_rows(demo_store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_rows_and_turns(
+    demo_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "here.csv"
+    asked: dict[tuple[int, ...], list[Sums]] = {}
+    answer = Rig.answer
+
+    def noted(rig: Rig, request: Request, sources: Any, sums: Sums, forgets: bool = False) -> list[int]:
+        asked.setdefault(request.ids, []).append(sums)
+        return answer(rig, request, sources, sums, forgets)
+
+    monkeypatch.setattr(Rig, "answer", noted)
     assert command(demo_store, "--out", str(out)) == 0
+    first, second = ([id(sums) for sums in turns[1:]] for turns in asked.values())
+    assert second == [*first[1:], first[0]], "without drafts it is first, then last"
+    assert len(set(first)) == len(first) == 4
+    uncounted = [turns[0] for turns in asked.values()]
+    assert not {id(sums) for sums in uncounted} & set(first)
     with out.open() as file:
         rows = list(csv.DictReader(file))
     gains = {row["note"].split("; ")[1]: float(row["value"]) for row in rows if row["name"] == "mtp.gain"}
