@@ -15,7 +15,7 @@ from starlette.responses import Response
 from services.api import anthropic_routes, responses_routes, routes, text_routes
 from services.api.ahead import Ahead
 from services.api.chat import Chats
-from services.api.config import ApiConfig
+from services.api.config import ApiConfig, variable
 from services.api.disk import Disk
 from services.api.engines import Engines
 from services.api.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound
@@ -39,10 +39,11 @@ log = logging.getLogger(__name__)
 
 def build_app(config: ApiConfig, redis_url: str, reader_url: str = "") -> FastAPI:
     """`redis_url` is where the store really is: config.redis_url, or the embedded server's; `reader_url` is for who may
-    only read there. Raises ModelFolderError and SettingError."""
+    only read there. Raises ModelFolderError, SettingError, and OSError for a disk folder that cannot be used."""
     folder = load_model_folder(config.model_dir)
     api_key = config.read_api_key()
     metrics = Metrics(version("thimble"))
+    disk = _open_disk(config) if redis_url else None
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -51,7 +52,7 @@ def build_app(config: ApiConfig, redis_url: str, reader_url: str = "") -> FastAP
             store = Store(redis_url, config.redis_timeout_ms / 1000, config.snapshot_ttl_s, reader_url)
         engines = Engines(config.engine_addresses)
         usage = StoreUsage(store, metrics) if store else None
-        app.state.chats = chats = _build_chats(config, folder, engines, store, metrics)
+        app.state.chats = chats = _build_chats(config, folder, engines, store, metrics, disk)
         app.state.responses = responses = ResponseMemory()
         app.state.retries = retries = Retries()
         try:
@@ -126,15 +127,22 @@ def build_app(config: ApiConfig, redis_url: str, reader_url: str = "") -> FastAP
     return app
 
 
+def _open_disk(config: ApiConfig) -> Disk | None:
+    if not config.snapshot_disk_dir:
+        return None
+    sizes = (int(config.snapshot_disk_gb * 1e9), int(config.snapshot_disk_daily_gb * 1e9))
+    try:
+        return Disk(Path(config.snapshot_disk_dir), *sizes, config.snapshot_ttl_s)
+    except OSError as error:
+        raise OSError(f"{variable('snapshot_disk_dir')}: {error}") from error
+
+
 def _build_chats(
-    config: ApiConfig, folder: ModelFolder, engines: Engines, store: Store | None, metrics: Metrics
+    config: ApiConfig, folder: ModelFolder, engines: Engines, store: Store | None, metrics: Metrics, disk: Disk | None
 ) -> Chats:
     memory = RecordMemory()
     exchange = Exchange(config.exchange_dir)
-    spilling = None
-    if config.snapshot_disk_dir and store is not None:
-        sizes = (int(config.snapshot_disk_gb * 1e9), int(config.snapshot_disk_daily_gb * 1e9))
-        spilling = Spilling(Disk(Path(config.snapshot_disk_dir), *sizes), store, metrics, config.snapshot_disk_rest_s)
+    spilling = Spilling(disk, store, metrics, config.snapshot_disk_rest_s) if disk and store else None
     snapshots = Snapshots(
         folder, store, memory, metrics, config.snapshot_min_tokens, config.snapshot_every_tokens, exchange, spilling
     )

@@ -76,7 +76,7 @@ class Saving:
         """
 
         async def save() -> None:
-            end = await asyncio.to_thread(self._answer, plan, dialog) if dialog else None
+            end = await self._template.turns.run(self._answer, plan, dialog) if dialog else None
             await self._save(plan, generation, end, tuple(taken), ahead)
 
         self._begin(save())
@@ -103,7 +103,7 @@ class Saving:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._spilling is not None:
-            await self._spilling.close()
+            await self._spilling.close(within_s)
 
     async def _save(
         self,

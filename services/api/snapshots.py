@@ -205,6 +205,8 @@ class Snapshots:
         for offer in plan.offers:
             if offer.head.state_id == state_id:
                 self._memory.forget(offer.key)
+                if self._spilling is not None:
+                    self._spilling.forget([offer.key])
                 if self._store:
                     await self._store.forget([offer.key], [state_id], offer.record.blocks)
 
@@ -292,6 +294,8 @@ class Snapshots:
         for one in wrong:
             self._metrics.mismatches.inc()
             self._memory.forget(one.key)
+        if self._spilling is not None:
+            self._spilling.forget(one.key for one in wrong)
         if self._store and wrong:
             log.warning("%d stored records do not fit their text; removed", len(wrong))
             await self._store.forget([one.key for one in wrong])
