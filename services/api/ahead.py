@@ -60,7 +60,7 @@ class Ahead:
     async def _read(self, engine: Engine, info: pb.InfoResponse, dialog: Dialog, shown: tuple[Shown, ...]) -> None:
         try:
             template = self._folder.template
-            prompt = await asyncio.to_thread(template.upcoming, dialog.messages, dialog.tools, dialog.options, shown)
+            prompt = await template.turns.run(template.upcoming, dialog.messages, dialog.tools, dialog.options, shown)
             if prompt is None:
                 return
             plan = await self._snapshots.plan(prompt, info)

@@ -104,20 +104,20 @@ class Chats:
     async def _render(
         self, engine: Engine, info: pb.InfoResponse, parts: "_Parts", request: ChatRequest, count_only: bool = False
     ) -> Prompt:
-        prompt = self.folder.template.prompt
+        prompt, run = self.folder.template.prompt, self.folder.template.turns.run
         rendered = (parts.messages, parts.tools, parts.options)
         if not parts.pictures:
-            return await asyncio.to_thread(prompt, *rendered)
+            return await run(prompt, *rendered)
         if not info.vision:
             raise Unsupported(f"the model {request.model} cannot see pictures: send text only", "messages")
         require_tokens(self.folder.tokenizer.added)
         loaded = await load(parts.pictures, request.model.endswith(DOCUMENT_SUFFIX), self._may_fetch)
-        bare = await asyncio.to_thread(prompt, *rendered, [Shown(b"", 0)] * len(loaded))
+        bare = await run(prompt, *rendered, [Shown(b"", 0)] * len(loaded))
         await self._refuse_far_too_long(bare.text, info, "messages")
         text_tokens = len(await asyncio.to_thread(self.folder.tokenizer.encode, bare.text))
         answer_tokens = min(request.longest or self._default_max_tokens, info.context_tokens // 4)
         shown = await see(engine, loaded, text_tokens, answer_tokens, count_only, self._timeout_s)
-        return await asyncio.to_thread(prompt, *rendered, shown)
+        return await run(prompt, *rendered, shown)
 
     async def open_text(self, request: CompletionRequest, caller: Caller) -> Choices:
         """The same for texts: every prompt `n` times."""

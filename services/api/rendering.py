@@ -2,10 +2,11 @@
 and their limits, not what a template may do.
 
 One for ordinary dialogs, which stays, and one for large ones, which goes again with the memory that it took: who sends
-32 MiB waits for others like him, and ordinary dialogs wait for him only once all threads do. Whoever asks waits in a
-thread, never in an event loop.
+32 MiB waits for others like him, and nobody else does. Whoever asks waits in a thread, never in an event loop; but for
+a large dialog's turn, which may be long in coming, without one.
 """
 
+import asyncio
 import atexit
 import json
 import os
@@ -14,9 +15,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 PROGRAM = Path(__file__).with_name("render.py")
 MEMORY_BYTES = 1 << 30  # of address space; Python takes 30 MiB, a dialog of 32 MiB up to 700
@@ -25,6 +27,8 @@ WALL_S = 120.0  # without an answer: a machine that swaps
 TEXT_BYTES = 64 << 20
 LARGE_BYTES = 1 << 20
 TEXT, INVALID, EXHAUSTED = b"t", b"i", b"m"  # render.py's letters
+Result = TypeVar("Result")
+_takes_large: ContextVar[bool] = ContextVar("takes_large", default=True)  # False: they are to wait for their turn
 
 
 class RenderRefused(Exception):
@@ -47,6 +51,8 @@ class Rendering:
         asked = {"source": source, "variables": variables}
         request = json.dumps(asked, ensure_ascii=False).encode("utf-8", "surrogatepass")
         large = len(request) > LARGE_BYTES
+        if large and not _takes_large.get():
+            raise _LargeDialog
         letter, answer = (self._large if large else self._ordinary).ask(request, once=large)
         text = answer.decode("utf-8", "surrogatepass")
         if letter == TEXT:
@@ -57,6 +63,37 @@ class Rendering:
         """The next rendering begins with a new process."""
         for process in (self._ordinary, self._large):
             process.close()
+
+
+class _LargeDialog(Exception):
+    """It is to be rendered in its turn."""
+
+
+class Turns:
+    """Of one event loop: threads for what renders, of which large dialogs have one at a time."""
+
+    def __init__(self) -> None:
+        self._large = asyncio.Lock()
+
+    async def run(self, call: Callable[..., Result], *args: Any) -> Result:
+        """`call(*args)` in a thread; it begins again, in its turn, where it has a large dialog rendered."""
+        try:
+            return await asyncio.to_thread(_without_large, call, *args)
+        except _LargeDialog:
+            await self._large.acquire()
+        work = asyncio.ensure_future(asyncio.to_thread(call, *args))
+        work.add_done_callback(self._ended)
+        return await asyncio.shield(work)  # who goes away takes his thread's turn along only when that is done
+
+    def _ended(self, work: "asyncio.Future[Any]") -> None:
+        self._large.release()
+        if not work.cancelled():
+            work.exception()  # seen, though nobody may be there to see it
+
+
+def _without_large(call: Callable[..., Result], *args: Any) -> Result:
+    _takes_large.set(False)  # in this thread's copy of the context, which ends with the call
+    return call(*args)
 
 
 class _Process:

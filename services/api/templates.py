@@ -12,7 +12,7 @@ from typing import Any
 
 from services.api.errors import ModelFolderError, TemplateRefused
 from services.api.pictures import PLACE
-from services.api.rendering import SHARED, Rendering, RenderRefused, TemplateBroken
+from services.api.rendering import SHARED, Rendering, RenderRefused, TemplateBroken, Turns
 from services.api.shown import TOKEN, Shown, expand, parts
 from services.api.tokens import TextTokenizer
 
@@ -35,12 +35,13 @@ class Prompt:
 
 
 class ChatTemplate:
-    """Renders dialogs. Safe to use from several threads."""
+    """Renders dialogs. Safe to use from several threads; an event loop has them run by `turns`."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], tokenizer: TextTokenizer, rendering: Rendering = SHARED
     ) -> None:
         """Raises TemplateBroken, or ModelFolderError if it renders no plain message."""
+        self.turns = Turns()
         self._rendering = rendering
         self._source = source
         self._special_tokens = dict(special_tokens)

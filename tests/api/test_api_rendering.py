@@ -1,8 +1,10 @@
 """Templates that never end or fill the memory are stopped; whoever comes next is served."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from services.api import render, rendering
 from services.api.errors import ModelFolderError, TemplateRefused
 from services.api.model_folder import ModelFolder
-from services.api.rendering import LARGE_BYTES, Rendering, RenderRefused, TemplateBroken
+from services.api.rendering import LARGE_BYTES, Rendering, RenderRefused, TemplateBroken, Turns
 from services.api.templates import ChatTemplate
 
 PLAIN = "{{ text }}!"
@@ -80,6 +82,35 @@ def test_a_large_dialog_has_a_process_of_its_own_which_goes(strict: Rendering) -
     assert strict.render(PLAIN, {"text": text}) == text + "!"
     assert _pid(strict) == before
     assert strict._large._process is None
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_large_dialogs_that_wait_take_no_threads(strict: Rendering, in_turn: bool) -> None:
+    """Though those who asked go away meanwhile. The control: without turns they take all there are."""
+    large = {"text": "x" * (LARGE_BYTES + 1)}
+
+    async def ask() -> list[Any]:
+        threads, turns = ThreadPoolExecutor(2), Turns()
+        asyncio.get_running_loop().set_default_executor(threads)
+        run = turns.run if in_turn else asyncio.to_thread
+        with strict._large._turn:  # one is being rendered
+            asked = [asyncio.create_task(run(strict.render, PLAIN, large))]
+            while in_turn and not turns._large.locked():
+                await asyncio.sleep(0.001)
+            asked += [asyncio.create_task(run(strict.render, PLAIN, large)) for _ in range(3)]
+            while threads._work_queue.qsize() != (0 if in_turn else 2):
+                await asyncio.sleep(0.001)
+            asked[0].cancel()
+            await asyncio.sleep(0.1)  # for the next one, if his turn came now
+            ordinary = asyncio.create_task(turns.run(strict.render, PLAIN, {"text": "y"}))
+            done, _ = await asyncio.wait([ordinary], timeout=10 if in_turn else 0.3)
+            assert bool(done) == in_turn
+        assert await ordinary == "y!"
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    gone, *rendered = asyncio.run(ask())
+    assert isinstance(gone, asyncio.CancelledError)
+    assert rendered == [large["text"] + "!"] * 3
 
 
 def test_what_a_client_and_an_owner_see(strict: Rendering, folder: ModelFolder) -> None:
