@@ -57,8 +57,8 @@ class FakeStore:
     def _hand_over(self) -> None:
         with contextlib.suppress(OSError):
             taker, _ = self.counter.accept()
-            socket.send_fds(taker, [b"\0"], [self.lent.fileno()])
-            taker.close()
+            with taker:
+                socket.send_fds(taker, [b"\0"], [self.lent.fileno()])
             self.lent.close()
 
     def _answer(self) -> None:
