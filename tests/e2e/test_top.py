@@ -40,7 +40,9 @@ def test_it_shows_what_is_going_on(stack: Running, capsys: pytest.CaptureFixture
     assert speed, said
     assert float(speed[1]) > 1
     tiers = re.search(
-        r"^experts +decode: ([\d.]+)% ram, ([\d.]+)% nvme; computed by 100% cpu, 0% gpu$", said, re.MULTILINE
+        r"^experts +decode: 0\.0% vram, ([\d.]+)% ram, ([\d.]+)% nvme; computed by 100% cpu, 0% gpu$",
+        said,
+        re.MULTILINE,
     )
     assert tiers, said
     assert float(tiers[1]) + float(tiers[2]) == pytest.approx(100, abs=0.2)

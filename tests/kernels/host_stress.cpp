@@ -147,7 +147,7 @@ int main(int, char** arguments) {
     Workers workers(threads[round % 4], round % 2 * 20);
     std::unique_ptr<Step> step;
     FileDrive drive(path);
-    EmulatedDrive copy(carrier_from(bytes.data()), int64_t(bytes.size()), {1e9, 5e8, 20000, 2});
+    EmulatedDrive copy(bytes.data(), int64_t(bytes.size()), {1e9, 5e8, 20000, 2});
     const char* policies[] = {"layered", "lru", "s3fifo", "layered", "sieve", "lfu", "quota"};
     Cache cache(catalog, {{&drive, &copy}, policies[round % 7], Prefetching(1 + round % 2), slots[round % 4], 1 + round % 3, false, true,
                           round % 5 ? 0 : 300, round % 3 ? 4096 : Blocks::PIECE_BYTES});

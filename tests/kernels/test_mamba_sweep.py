@@ -89,7 +89,9 @@ def decode_convolution(
     mask = (row < ROWS)[None, :]
     y = tl.load(x + row[None, :], mask=mask, other=0.0)
     at = state + tl.zeros([1, 1], tl.int64)
-    tl.store(out + row[None, :], _convolve(y, row, mask, True, at, weight, bias, FIRST, CHANNELS, TAPS), mask=mask)
+    behind, last = tl.zeros([1, 1], tl.int32), tl.full([1, 1], 1, tl.int1)
+    y = _convolve(y, row, mask, behind, last, at, weight, bias, FIRST, CHANNELS, TAPS)
+    tl.store(out + row[None, :], y, mask=mask)
 
 
 @pytest.mark.parametrize(("tokens", "taps"), [(66, 4), (2, 4), (1, 4), (3, 2)])
