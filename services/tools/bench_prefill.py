@@ -187,9 +187,16 @@ def record(out: Path, cell: Cell, note: str) -> None:
 
 @contextmanager
 def opened(
-    store: Store, memory: npt.NDArray[np.uint8], share: float, tokens: int, args: argparse.Namespace, places: int = 1
+    store: Store,
+    memory: npt.NDArray[np.uint8],
+    share: float,
+    tokens: int,
+    args: argparse.Namespace,
+    places: int = 1,
+    rows: tuple[int, ...] = (1, 2, 4),
 ) -> Iterator["PrefillBench"]:
-    """Slots for `share` of the experts, full; a model for prompts of so many tokens in so many places."""
+    """Slots for `share` of the experts, full; a model for prompts of so many tokens in so many places, whose steps can
+    have so many `rows`."""
     layers, experts = len(store.blocks), store.config.experts
     resident = min(experts, max(store.config.experts_per_token, round(share * experts)))
     drive = EmulatedDrive(memory, gb_s=args.disk if resident < experts else FILLED_GB_S)
@@ -218,7 +225,7 @@ def opened(
             weights,
             pool,
             shared,
-            rows=(1, 2, 4),
+            rows=rows,
             context_tokens=context,
             chunk_tokens=args.chunk,
             placement=Placement(),

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         if args.free_mib:
             stack.enter_context(Ballast(args.free_mib))
-        bench = stack.enter_context(opened(store, memory, args.share, args.tokens, args, places=2))
+        bench = stack.enter_context(opened(store, memory, args.share, args.tokens, args, places=2, rows=(1, 2)))
         alone = answer(bench.model, args.answered, store.config.vocab_size)
         prompt_s, _ = beside(bench.model, args, store.config.vocab_size, answers=False)
         shared_s, gaps = beside(bench.model, args, store.config.vocab_size, answers=True)
