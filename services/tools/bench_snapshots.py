@@ -1,7 +1,8 @@
 """How long a dialog of the real model's shape takes to come back: from Redis, beside a raw read of the same bytes from
 the same Redis, and from the engine's memory; and whether two dialogs alternating in one Redis keep being found.
 
-Api code and engine are two processes, as in the product; the network computes nothing (snapshot_engine.py).
+Api code and engine are two processes, as in the product; the network computes nothing (snapshot_engine.py). With
+--device cuda the engine's states are in a card's memory, as they are there in the product.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -42,20 +44,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--turns", type=int, default=5, help="of each alternating dialog; 0: none (default: %(default)s)"
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where states are (default: cpu)")
     parser.add_argument("--redis", default="", help="URL (unix:// or redis://); default: an embedded server of 1 GB")
 
 
 def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
-        with _redis(args.redis) as url, _engine(0.0, folder) as cold, _engine(2.0, folder) as hot:
+        engine = partial(_engine, exchange_dir=folder, device=args.device)
+        with _redis(args.redis) as url, engine(0.0) as cold, engine(2.0) as hot:
             rows = asyncio.run(_measure(url, hot, cold, args.tokens, args.runs, Exchange(folder)))
         if args.turns:
-            with _redis(args.redis) as url, _engine(0.0, folder) as cold, _api(cold, url, folder) as api:
+            with _redis(args.redis) as url, engine(0.0) as cold, _api(cold, url, folder) as api:
                 rows.append(_alternate(api, args.turns))
     for name, value, unit, note in rows:
         print(f"{name:34} {value:8.4f} {unit:5} {note}")
         if args.out:
-            figures.append(args.out, name, value, unit, f"{note}; network without arithmetic")
+            figures.append(args.out, name, value, unit, f"{note}; states on {args.device}, network without arithmetic")
     return 0
 
 
@@ -200,9 +204,9 @@ def _redis(url: str) -> Iterator[str]:
 
 
 @contextmanager
-def _engine(hot_gb: float, exchange_dir: str) -> Iterator[str]:
+def _engine(hot_gb: float, exchange_dir: str, device: str) -> Iterator[str]:
     """Its address."""
-    command = [sys.executable, "-m", "services.tools.snapshot_engine", str(hot_gb), exchange_dir]
+    command = [sys.executable, "-m", "services.tools.snapshot_engine", str(hot_gb), exchange_dir, device]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

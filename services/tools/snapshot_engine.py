@@ -1,6 +1,7 @@
 """An engine whose states have the real model's shape and whose network computes nothing: for measuring snapshots on
 any machine. Server, scheduler, payloads and hot states are the real ones. `python -m services.tools.snapshot_engine GB
-FOLDER` with so much RAM for hot states and an exchange folder; prints its port; ends when its standard input does.
+FOLDER DEVICE` with so much RAM for hot states, an exchange folder, and states in RAM (cpu) or in a card's memory
+(cuda); prints its port; ends when its standard input does.
 """
 
 import asyncio
@@ -8,6 +9,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -16,6 +18,7 @@ from torch import Tensor
 from services.engine.engine import Engine
 from services.engine.exchange import mark
 from services.engine.experts.streamer import Counters
+from services.engine.gpu.memory import DevicePool, DeviceState, page_locked
 from services.engine.grammar import Grammars
 from services.engine.metrics import Metrics
 from services.engine.model import Segment
@@ -25,7 +28,9 @@ from services.engine.request import Info
 from services.engine.scheduler import Scheduler
 from services.engine.server import Server
 from services.engine.snapshots.hot import HotStates
+from services.engine.snapshots.memory import Fresh, fresh
 from services.engine.snapshots.payload import PayloadFormat
+from services.engine.state import State
 from services.tools.synthetic_shapes import SUPER
 
 CONTEXT_TOKENS = 32_768
@@ -60,8 +65,8 @@ class NoExperts:
 class NoNetwork:
     """Fills a fresh state with noise, writes a trace of each id, and answers ANSWER."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self._noise = torch.rand(1 << 20, generator=torch.Generator().manual_seed(1))
+    def __init__(self, config: ModelConfig, device: str) -> None:
+        self._noise = torch.rand(1 << 20, generator=torch.Generator().manual_seed(1)).to(device)
         self._config = config
 
     def forward(self, segments: Sequence[Segment], give_way: Callable[[], bool] | None = None) -> Tensor:
@@ -81,7 +86,9 @@ class NoNetwork:
             for start in range(0, len(flat), len(self._noise)):
                 flat[start : start + len(self._noise)] = self._noise[: len(flat) - start]
         count = len(segment.ids)
-        state.ssm.view(-1)[: len(segment.ids)] += torch.tensor(segment.ids, dtype=torch.float32)
+        state.ssm.view(-1)[: len(segment.ids)] += torch.tensor(
+            segment.ids, dtype=torch.float32, device=state.ssm.device
+        )
         size = count * config.kv_heads * config.head_dim
         keys = self._noise[segment.ids[0] : segment.ids[0] + size].view(count, config.kv_heads, config.head_dim)
         for layer in range(len(config.attention_layers)):
@@ -91,8 +98,21 @@ class NoNetwork:
         return (*ANSWER, STOP_ID)[said]
 
 
-async def serve(hot_gb: float) -> None:
-    exchange_dir = Path(sys.argv[2])
+def states(device: str, sequences: int) -> tuple[PagePool, Callable[[ModelConfig, Any], State], Fresh]:
+    """Where states are, how one is made, and memory for what is kept of them."""
+    if device == "cpu":
+        pool = PagePool(SHAPE, pages_for(CONTEXT_TOKENS))
+        pool.most_spares = sequences
+        return pool, State, fresh
+    places = sequences + 1  # one that is still being given back
+    return (
+        DevicePool(SHAPE, torch.device(device), places=places, pages=pages_for(CONTEXT_TOKENS)),
+        DeviceState,
+        page_locked,
+    )
+
+
+async def serve(hot_gb: float, exchange_dir: Path, device: str) -> None:
     info = Info(
         model="synthetic",
         model_fingerprint="00",
@@ -102,17 +122,18 @@ async def serve(hot_gb: float) -> None:
         max_sequences=2,
         queue_limit=16,
         vision=False,
-        device="none",
+        device=device,
         version="0",
         exchange=mark(exchange_dir),
     )
     experts = NoExperts()
-    payloads = PayloadFormat(SHAPE, info.model_fingerprint, info.arithmetic_fingerprint)
-    hot = HotStates(payloads, info.arithmetic_fingerprint, int(hot_gb * 1e9), 3 * payloads.size_bytes(CONTEXT_TOKENS))
-    pool = PagePool(SHAPE, pages_for(CONTEXT_TOKENS))
-    pool.most_spares = info.max_sequences
+    pool, new_state, memory = states(device, info.max_sequences)
+    form = PayloadFormat(SHAPE, info.model_fingerprint, info.arithmetic_fingerprint, pool.keys.element_size())
+    transit_bytes = 3 * form.size_bytes(CONTEXT_TOKENS)
+    hot = HotStates(form, info.arithmetic_fingerprint, int(hot_gb * 1e9), transit_bytes, memory)
     metrics = Metrics(info, experts, CollectorRegistry())
-    scheduler = Scheduler(NoNetwork(SHAPE), pool, hot, metrics, info.max_sequences, 1024)
+    network = NoNetwork(SHAPE, device)
+    scheduler = Scheduler(network, pool, hot, metrics, info.max_sequences, 1024, new_state)
     grammars = Grammars(Path("none"), info.vocab_size, 1, 1.0)
     server = Server("127.0.0.1", 0, 60.0)
     await server.start()
@@ -124,4 +145,4 @@ async def serve(hot_gb: float) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    asyncio.run(serve(float(sys.argv[1])))
+    asyncio.run(serve(float(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]))
