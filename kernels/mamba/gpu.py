@@ -6,6 +6,9 @@
 Formulas: reference.py; the time step is not clamped. States belong to the caller: `slots` names each token's sequence.
 Tokens of one sequence lie next to each other, in their order: each begins where the one before it ends, with the bits
 that it would have in a launch of its own. A channel or a state row is updated by the one program that computes it.
+
+A token that is a draft leaves the states as they were before it. What a state's update reads of it is kept apart, some
+KiB, with which settle.py makes up for it if the draft was right.
 """
 
 from dataclasses import dataclass
@@ -68,7 +71,14 @@ def _convolve(
     return tl.where(is_channel, silu(mixed + tl.load(conv_bias + channel, mask=is_channel, other=0.0)), y)
 
 
-@triton.jit(do_not_specialize_on_alignment=["x_single", "scales", "slots"])
+@triton.jit
+def advance(state, x, b, dt, dt_bias, a):
+    """A state [rows, columns] behind one more token: x [rows], b [columns], the others numbers."""
+    step = softplus(dt + dt_bias)
+    return tl.fma(state, exp(step * a), (step * x)[:, None] * b[None, :])
+
+
+@triton.jit(do_not_specialize_on_alignment=["x_single", "scales", "slots", "drafts", "kept"])
 def in_proj_kernel(
     x,
     x_single,
@@ -85,6 +95,9 @@ def in_proj_kernel(
     conv_weight,
     conv_bias,
     stop,
+    drafts,
+    kept,
+    kept_stride,
     ROWS: tl.constexpr,
     FIRST: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -96,6 +109,7 @@ def in_proj_kernel(
     UNITS: tl.constexpr,
     AHEAD: tl.constexpr,
     GUARDED: tl.constexpr,
+    DRAFTS: tl.constexpr,
 ):
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     y = project(
@@ -109,15 +123,23 @@ def in_proj_kernel(
     for back in tl.static_range(1, T):
         behind += ((token >= back) & (tl.load(slots + tl.maximum(token - back, 0)) == slot)).to(tl.int32)
     last = (token == tokens - 1) | (tl.load(slots + tl.minimum(token + 1, tokens - 1)) != slot)
+    if DRAFTS:
+        draft = tl.load(drafts + tl.minimum(token, tokens - 1)) != 0
+        last = (last | (tl.load(drafts + tl.minimum(token + 1, tokens - 1)) != 0)) & (draft == 0)
+        kept_at = kept + slot * kept_stride + (row - FIRST)[None, :]
+        is_kept = mask & draft & (row >= FIRST)[None, :]
+        tl.store(kept_at, y, mask=is_kept & (row < FIRST + CHANNELS)[None, :])
     if GUARDED:
         last = last & (tl.load(stop) == 0)
     y = _convolve(
         y, row, mask, behind, last, conv_state + slot * conv_stride, conv_weight, conv_bias, FIRST, CHANNELS, TAPS
     )
+    if DRAFTS:
+        tl.store(kept_at + CHANNELS, y, mask=is_kept)
     tl.store(out + (token * ROWS + row[None, :]), y, mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "arrived"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "arrived", "drafts"])
 def update_kernel(
     projected,
     slots,
@@ -132,6 +154,7 @@ def update_kernel(
     out,
     eps,
     stop,
+    drafts,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -141,6 +164,7 @@ def update_kernel(
     COLUMNS: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
     GUARDED: tl.constexpr,
+    DRAFTS: tl.constexpr,
 ):
     """Program (part, head, token): PART rows of a head's state [HEAD_DIM, STATE], COLUMNS >= STATE a power of two.
 
@@ -171,13 +195,19 @@ def update_kernel(
             b = tl.load(source + 2 * INNER + group * STATE + column, mask=in_columns, other=0.0)
             c = tl.load(source + 2 * INNER + (GROUPS + group) * STATE + column, mask=in_columns, other=0.0)
             dt = tl.load(source + 2 * INNER + 2 * GROUPS * STATE + head)
-            step = softplus(dt + tl.load(dt_bias + head))
-            decay = exp(step * tl.load(a + head))
-            state = tl.fma(state, decay, (step * x)[:, None] * b[None, :])
+            state = advance(state, x, b, dt, tl.load(dt_bias + head), tl.load(a + head))
             read = tl.sum(state * c[None, :], axis=1)
             tl.store(y + token * INNER + begin + row, tl.fma(x, tl.load(d + head), read), mask=in_rows)
             token += 1
-        tl.store(state_at, state, mask=inside & (tl.load(stop) == 0) if GUARDED else inside)
+            if DRAFTS:  # the state is that behind the last token that is none
+                ends = tl.load(slots + token, mask=token < tokens, other=-1) != slot
+                ends = ends | (tl.load(drafts + token, mask=token < tokens, other=1) != 0)
+                stays = ends & (tl.load(drafts + token - 1) == 0)
+                if GUARDED:
+                    stays = stays & (tl.load(stop) == 0)
+                tl.store(state_at, state, mask=inside & stays)
+        if not DRAFTS:
+            tl.store(state_at, state, mask=inside & (tl.load(stop) == 0) if GUARDED else inside)
 
         tl.debug_barrier()  # all of y is stored before the arrival is announced, and read after the last one
         for done in range(first, token):
@@ -218,6 +248,20 @@ class Sizes:
     def rows(self) -> int:
         return self.inner + self.channels + self.heads
 
+    @property
+    def kept(self) -> int:
+        """Numbers that are kept of a draft: its inputs of the convolution, what that makes of them, and dt."""
+        return 2 * self.channels + self.heads
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """`rows` int32 [M]: not 0 where a token is a draft, of which a sequence has at most one, its last. `kept` float32
+    [slots, Sizes.kept], with any slot stride, takes what is kept of each."""
+
+    rows: Tensor
+    kept: Tensor
+
 
 def in_proj(
     x: Tensor,
@@ -231,13 +275,14 @@ def in_proj(
     out: Tensor,
     configuration: Tiling | None = None,
     stop: Tensor | None = None,
+    drafts: Drafts | None = None,
 ) -> None:
     """Queue the projection and the convolution.
 
     x float32 [M, hidden] in octet order -> out float32 [M, rows] in plain order: z, convolved x B C, dt.
     conv_weight float32 [channels, taps], conv_bias [channels]; conv_state float32 [slots, channels, taps - 1] with any
     slot stride; slots int32 [M], equal ones next to each other. The state stays as it is if `stop` int32 [1] is set by
-    then.
+    then. Without `drafts` no token is one.
     """
     tokens = x.shape[0]
     assert (weights.rows, weights.columns) == (sizes.rows, x.shape[1])
@@ -259,6 +304,9 @@ def in_proj(
         conv_weight,
         conv_bias,
         x if stop is None else stop,
+        slots if drafts is None else drafts.rows,
+        x if drafts is None else drafts.kept,
+        0 if drafts is None else drafts.kept.stride(0),
         ROWS=sizes.rows,
         FIRST=sizes.inner,
         CHANNELS=sizes.channels,
@@ -270,6 +318,7 @@ def in_proj(
         UNITS=32 * chosen.warps,
         AHEAD=chosen.ahead,
         GUARDED=stop is not None,
+        DRAFTS=drafts is not None,
         num_warps=chosen.warps,
         enable_fp_fusion=False,
     )
@@ -289,6 +338,7 @@ def update(
     arrived: Tensor,
     out: Tensor,
     stop: Tensor | None = None,
+    drafts: Drafts | None = None,
     part: int = UPDATE_PART,
     warps: int = UPDATE_WARPS,
 ) -> None:
@@ -298,7 +348,7 @@ def update(
     heads, head_dim, state] with any slot stride; slots int32 [M] as for `in_proj`; norm_weight float32 [inner] in plain
     order; y float32 [M, inner] in plain order; out float32 [M, inner] in octet order. `arrived` int32 [M, groups] must
     be zero and is zero again afterwards. The state stays as it is if `stop` int32 [1] is set by then.
-    `part` and `warps` are given by measurements only.
+    `drafts` as for `in_proj`. `part` and `warps` are given by measurements only.
     """
     assert ssm_state[0].is_contiguous()
     update_kernel[(triton.cdiv(sizes.head_dim, part), sizes.heads, projected.shape[0])](
@@ -315,6 +365,7 @@ def update(
         out,
         eps,
         y if stop is None else stop,
+        slots if drafts is None else drafts.rows,
         ROWS=sizes.rows,
         HEADS=sizes.heads,
         HEAD_DIM=sizes.head_dim,
@@ -324,6 +375,7 @@ def update(
         COLUMNS=triton.next_power_of_2(sizes.state),
         GROUP_PADDED=triton.next_power_of_2(sizes.inner // sizes.groups),
         GUARDED=stop is not None,
+        DRAFTS=drafts is not None,
         num_warps=warps,
         enable_fp_fusion=False,
     )

@@ -10,7 +10,7 @@ import kernels.router.gpu as router
 import kernels.sampling.gpu as sampling
 from kernels.attention import pages
 from kernels.linear.gpu import linear_kernel, tiling
-from kernels.mamba import chunk_scan
+from kernels.mamba import chunk_scan, settle
 
 SIZES = mamba.Sizes(heads=128, head_dim=64, state=128, groups=8)
 LINEAR = "x:*fp32 x_single:*fp32 norm_weight:*fp32 eps:fp32 tokens:i32 stop:*i32 " + " ".join(
@@ -42,10 +42,11 @@ def linear(parts: list[tuple[str, int]], columns: int, tokens: int, finish: str,
 def in_proj(form: str, tokens: int) -> tuple:
     constants, warps = step(form, SIZES.rows, 4096, tokens)
     constants |= {"ROWS": SIZES.rows, "FIRST": SIZES.inner, "CHANNELS": SIZES.channels, "TAPS": 4, "FORMAT": form}
-    constants |= {"GUARDED": True}
+    constants |= {"GUARDED": True, "DRAFTS": True}
     arguments = (
         "x:*fp32 x_single:*fp32 norm_weight:*fp32 eps:fp32 weight:*i32 scales:*i16 factor:fp32 out:*fp32 tokens:i32 "
-        "slots:*i32 conv_state:*fp32 conv_stride:i32 conv_weight:*fp32 conv_bias:*fp32 stop:*i32"
+        "slots:*i32 conv_state:*fp32 conv_stride:i32 conv_weight:*fp32 conv_bias:*fp32 stop:*i32 drafts:*i32 "
+        "kept:*fp32 kept_stride:i32"
     )
     return mamba.in_proj_kernel, arguments, constants, warps
 
@@ -100,9 +101,22 @@ DENSE = [
     (
         mamba.update_kernel,
         "projected:*fp32 slots:*i32 ssm_state:*fp32 ssm_stride:i32 a:*fp32 d:*fp32 dt_bias:*fp32 y:*fp32 arrived:*i32 "
-        "norm_weight:*fp32 out:*fp32 eps:fp32 stop:*i32",
+        "norm_weight:*fp32 out:*fp32 eps:fp32 stop:*i32 drafts:*i32",
         {"ROWS": SIZES.rows, "HEADS": 128, "HEAD_DIM": 64, "STATE": 128, "GROUPS": 8, "PART": mamba.UPDATE_PART}
-        | {"COLUMNS": 128, "GROUP_PADDED": 1024, "GUARDED": True},
+        | {"COLUMNS": 128, "GROUP_PADDED": 1024, "GUARDED": True, "DRAFTS": True},
+        mamba.UPDATE_WARPS,
+    ),
+    (
+        settle.shift_kernel,
+        "kept:*fp32 conv_state:*fp32",
+        {"KEPT": SIZES.kept, "CHANNELS": SIZES.channels, "TAPS": 4, "TILE": settle.CHANNELS_TILE},
+        4,
+    ),
+    (
+        settle.advance_kernel,
+        "kept:*fp32 ssm_state:*fp32 a:*fp32 dt_bias:*fp32",
+        {"KEPT": SIZES.kept, "CHANNELS": SIZES.channels, "HEADS": 128, "HEAD_DIM": 64, "STATE": 128, "GROUPS": 8}
+        | {"PART": mamba.UPDATE_PART, "COLUMNS": 128},
         mamba.UPDATE_WARPS,
     ),
     (

@@ -1,4 +1,5 @@
-"""Consecutive tokens of a sequence in one launch of a Mamba-2 layer have the bits of one launch each."""
+"""Consecutive tokens of a sequence in one launch of a Mamba-2 layer have the bits of one launch each, and a token that
+is only tried leaves the states as they were, until it is settled."""
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor
 
 from kernels.linear.gpu import Linear, Norm, Tiling
 from kernels.linear.octets import to_octets
-from kernels.mamba.gpu import Sizes, in_proj, update
+from kernels.mamba.gpu import Drafts, Sizes, in_proj, update
+from kernels.mamba.settle import settle
 
 SIZES = Sizes(heads=4, head_dim=12, state=20, groups=2)
 HIDDEN, EPS, ROWS = 32, 1e-5, 4
@@ -30,6 +32,7 @@ class Layer:
             here(randn(ROWS, SIZES.heads, SIZES.head_dim, SIZES.state, seed=10)),
         )
         self.x = here(to_octets(randn(ROWS, HIDDEN, seed=11)))
+        self.kept = poisoned(ROWS, 2, SIZES.kept)[:, 1]  # one of two layers'
         self.one_by_one: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
 
     def fresh(self, slots: set[int]) -> list[Tensor]:
@@ -40,17 +43,20 @@ class Layer:
                 state[slot] = whole[slot]
         return kept
 
-    def launch(self, rows: list[int], slots: list[int], states: list[Tensor], stopped: int = 0) -> list[Tensor]:
-        """projected, y and normed of the rows."""
+    def launch(
+        self, rows: list[int], slots: list[int], states: list[Tensor], stopped: int = 0, drafts: list[int] | None = None
+    ) -> list[Tensor]:
+        """projected, y and normed of the rows; which of them are drafts, if any may be."""
+        tried = None if drafts is None else Drafts(here(torch.tensor(drafts, dtype=torch.int32)), self.kept)
         stop = torch.full((1,), stopped, dtype=torch.int32, device=DEVICE)
         places = here(torch.tensor(slots, dtype=torch.int32))
         projected, y, out = (poisoned(len(rows), size) for size in (SIZES.rows, SIZES.inner, SIZES.inner))
         arrived = torch.zeros(len(rows), SIZES.groups, dtype=torch.int32, device=DEVICE)
         in_proj(
-            self.x[rows], self.norm, self.weight, SIZES, *self.conv, states[0], places, projected, WIDE, stop
+            self.x[rows], self.norm, self.weight, SIZES, *self.conv, states[0], places, projected, WIDE, stop, tried
         )  # fmt: skip
         update(
-            projected, SIZES, *self.scan, states[1], places, self.inner_norm, EPS, y, arrived, out, stop, part=8
+            projected, SIZES, *self.scan, states[1], places, self.inner_norm, EPS, y, arrived, out, stop, tried, part=8
         )  # fmt: skip
         assert not arrived.any()
         return [projected, y, out]
@@ -112,3 +118,72 @@ def test_states_stay_once_the_token_has_stopped(layer: Layer) -> None:
     layer.launch([0, 1, 2, 3], [0, 0, 0, 3], states, stopped=1)
     for state, before in zip(states, layer.fresh({0, 3}), strict=True):
         assert torch.equal(state.nan_to_num(), before.nan_to_num())
+
+
+def settled(layer: Layer, slot: int, states: list[Tensor]) -> None:
+    """As if the draft of a sequence had been among its tokens."""
+    a, _, dt_bias = (each.view(1, -1) for each in layer.scan)
+    conv, ssm = (state[slot : slot + 1].clone() for state in states)
+    settle(layer.kept[slot : slot + 1].contiguous(), SIZES, a, dt_bias, conv, ssm)
+    states[0][slot], states[1][slot] = conv[0], ssm[0]
+
+
+DRAFTED = [(2,), (2, 2), (3, 1), (1, 1, 2)]
+
+
+@pytest.mark.parametrize("split", DRAFTED, ids=str)
+def test_a_draft_has_the_bits_of_a_token_and_leaves_the_states_alone_until_it_is_settled(
+    layer: Layer, split: tuple[int, ...]
+) -> None:
+    """The last of each sequence that has several; outputs are as without drafts, for it and for all before it."""
+    firsts = [sum(split[:number]) for number in range(len(split))]
+    slots = [first for first, tokens in zip(firsts, split, strict=True) for _ in range(tokens)]
+    drafts = [int(tokens > 1 and token == tokens - 1) for tokens in split for token in range(tokens)]
+    states = layer.fresh(set(firsts))
+    layer.kept.fill_(torch.nan)
+    outputs = layer.launch(list(range(sum(split))), slots, states, drafts=drafts)
+    for first, tokens in zip(firsts, split, strict=True):
+        for token in range(tokens):
+            for one, all_of in zip(layer.alone(first, token + 1)[0], outputs, strict=True):
+                assert torch.equal(one[0], all_of[first + token])
+        certain = tokens - (tokens > 1)
+        for one, all_of in zip(layer.alone(first, certain)[1], states, strict=True):
+            assert torch.equal(one[first], all_of[first])
+        if tokens == 1:
+            assert layer.kept[first].isnan().all()
+            continue
+        settled(layer, first, states)
+        for one, before, all_of in zip(
+            layer.alone(first, tokens)[1], layer.alone(first, certain)[1], states, strict=True
+        ):
+            assert torch.equal(one[first], all_of[first])
+            assert not torch.equal(before[first], all_of[first]), "a draft that stays must show"
+
+
+def test_a_draft_alone_in_a_launch_finds_what_the_tokens_before_it_left(layer: Layer) -> None:
+    """A step may have no room for a token and its draft."""
+    states = layer.fresh({0})
+    layer.launch([0, 1], [0, 0], states, drafts=[0, 0])
+    (_, y, _) = layer.launch([2], [0], states, drafts=[1])
+    assert torch.equal(y[0], layer.alone(0, 3)[0][1][0])
+    assert torch.equal(states[1][0], layer.alone(0, 2)[1][1][0])
+    settled(layer, 0, states)
+    assert torch.equal(states[0][0], layer.alone(0, 3)[1][0][0])
+    assert torch.equal(states[1][0], layer.alone(0, 3)[1][1][0])
+
+
+def test_a_draft_in_a_token_that_has_stopped_changes_no_state(layer: Layer) -> None:
+    states = layer.fresh({0, 2})
+    layer.launch([0, 1, 2, 3], [0, 0, 2, 2], states, stopped=1, drafts=[0, 1, 0, 1])
+    for state, before in zip(states, layer.fresh({0, 2}), strict=True):
+        assert torch.equal(state.nan_to_num(), before.nan_to_num())
+
+
+@pytest.mark.parametrize("taps", [2, 5])
+def test_drafts_in_windows_of_other_lengths(taps: int) -> None:
+    layer = Layer(taps)
+    states = layer.fresh({0})
+    layer.launch([0, 1], [0, 0], states, drafts=[0, 1])
+    settled(layer, 0, states)
+    for one, other in zip(layer.alone(0, 2)[1], states, strict=True):
+        assert torch.equal(one[0], other[0])
