@@ -9,6 +9,13 @@ first.
 Beside each time stands what the planner's formula makes of rates taken in the same run: the drive's from a few steps on
 an empty cache, a layer's from tokens that miss nothing. Which blocks are missing, and which are read ahead, comes from
 a replay of the routing; what is kept in the card's memory it leaves out.
+
+How much of the drive's time is hidden: a token that misses blocks takes longer than one that misses none, by less than
+reading them takes. A card and a processor that are quick beside the drive cannot hide more than a token takes without
+it, which stands beside.
+
+A run can be ended and started again: cases that --done names are left out. With --minutes a case that will not be done
+by then is left out as well, and a line says so.
 """
 
 import argparse
@@ -41,7 +48,9 @@ from services.engine.gpu.weights import DeviceWeights
 from services.engine.pages import pages_for
 from services.tools import figures, measure
 from services.tools.bench_experts import PUBLISHED
+from services.tools.cells import Cells, Value
 from services.tools.decode_rig import READERS, mid_dialog
+from services.tools.drive_reads import DriveReads
 from services.tools.hardware import STEP_OVER_READING
 from services.tools.measure import Reads
 from services.tools.predict import GB, SUPER, Method
@@ -53,8 +62,10 @@ from services.tools.traces.steady import steady
 CONTEXT_TOKENS = 2048
 HEADING = (
     f"{'method':<20}{'in RAM':>7}{'GB/s':>6}{'all hits':>9}{'a read':>8}{'late us':>8}{'planned':>9}"
-    f"{'ms':>8}{'tok/s':>7}{'misses':>8}{'waited':>8}{'hidden':>8}{'late':>6}"
+    f"{'wrong':>7}{'ms':>8}{'tok/s':>7}{'misses':>8}{'needed':>8}{'waited':>8}{'hidden':>8}{'missing':>8}{'at most':>9}"
+    f"{'late':>6}"
 )
+FIRST_CASE_S = 120.0  # assumed; a later one takes no longer than the longest before it
 HIT_EXPERTS = 3  # times a token's: of a layer, which tokens that miss nothing name
 HIT_TOKENS = 15
 
@@ -82,21 +93,34 @@ THEIRS = Way(
 
 @dataclass(frozen=True)
 class Found:
-    """Of a token, on average. `read_ms`: what its misses take one by one; `hits_ms`: one without any; `planned_ms`:
-    from that and `reads`."""
+    """Of a token, on average, in milliseconds. `hits_ms`: one without a miss; `planned_ms`: from that and `reads`;
+    `waited_ms`: of it the host had nothing to compute, while the GPU may have."""
 
     hits_ms: float
     reads: Reads
     planned_ms: float
     token_ms: float
-    misses: float
+    drive: DriveReads
     waited_ms: float
-    read_ms: float
     late: int
 
     @property
+    def exposed_ms(self) -> float:
+        """What the token takes longer, for whatever reason that comes with its reads."""
+        return max(0.0, self.token_ms - self.hits_ms)
+
+    @property
     def hidden(self) -> float:
-        return 1 - self.waited_ms / self.read_ms if self.read_ms else 1.0
+        return self.drive.hidden(self.exposed_ms)
+
+    @property
+    def hidden_of_missing(self) -> float:
+        return self.drive.hidden_of_missing(self.exposed_ms)
+
+    @property
+    def most_hidden(self) -> float:
+        """Were the drive never idle, and never waited for but for what it takes longer than the rest of a token."""
+        return min(1.0, self.hits_ms / self.drive.needed_ms) if self.drive.needed else 1.0
 
     @property
     def error(self) -> float:
@@ -119,6 +143,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=max(1, default_threads() - READERS),
         help="that compute (default: cores less two and less the drive's readers)",
     )
+    parser.add_argument("--minutes", type=float, help="leave out what will not be done by then (default: nothing)")
+    parser.add_argument("--done", type=Path, help="file that remembers finished cases")
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
 
 
@@ -127,6 +153,7 @@ def numbers(text: str) -> list[float]:
 
 
 def run(args: argparse.Namespace) -> int:
+    cells = Cells(args.minutes, args.done)
     store = Store.open(args.store)
     if not torch.cuda.is_available():
         print("bench decode-disk needs a CUDA device; bench misses measures the processor alone", file=sys.stderr)
@@ -140,41 +167,60 @@ def run(args: argparse.Namespace) -> int:
     state = mid_dialog(weights, pool, CONTEXT_TOKENS)
     routing = generate(args.trace, args.warm + args.tokens)
     print(f"synthetic, {args.trace} routing, {args.threads} threads\n{HEADING}", flush=True)
-    errors = []
+    longest_s = 0.0
     for share, disk, way in cases(args):
+        cell = case_name(args, share, disk, way)
+        if cells.done(*cell) is not None:
+            continue
+        if not cells.fits(f"{way.name:<20}{share:>7.2f}{disk:>6.1f}", longest_s or FIRST_CASE_S):
+            continue
+        begun = time.monotonic()
         with host(store, memory, share, disk, way, args) as slots:
             inputs = SyntheticBlocks(store.layout, 1, 1).inputs(1, seed=1)
             reads = measure.reads(slots.host, inputs, store.config.experts_per_token)
             expert_ns = hit_ns(slots, way)
             found = measured(Tokens(store, weights, state, slots, way, routing), slots, args, disk, reads, expert_ns)
         tell(args, way, share, disk, found)
-        errors.append((way, found.error))
-    plain = [error for way, error in errors if way is PLAIN]
-    worst = 100 * max(error for _, error in errors)
-    print(f"the plan was wrong by at most {100 * max(plain):.1f} % in {len(plain)} cases without guesses, ", end="")
-    print(f"{worst:.1f} in all {len(errors)}")
-    if args.out:
-        note = (
-            f"synthetic, whole tokens on the GPU, emulated drive, {args.trace} routing, {len(plain)} cases of ours "
-            f"without prefetch, {worst:.1f} % in all {len(errors)}, torch {torch.__version__}, "
-            f"triton {triton.__version__}"
-        )
-        figures.append(args.out, "plan.error_max", max(plain), "", note)
+        cells.finish(*cell, value=found.error)
+        longest_s = max(longest_s, time.monotonic() - begun)
+    tell_errors(args, cells)
     return 0
 
 
 def cases(args: argparse.Namespace) -> list[tuple[float, float, Way]]:
-    """Share in RAM, GB/s of the drive, method."""
+    """Share in RAM, GB/s of the drive, method: first those that the plan is held against."""
     if args.quick:
         ends = ((min(args.share), min(args.disk)), (max(args.share), max(args.disk)))
         return [(share, disk, way) for share, disk in ends for way in (PLAIN, THEIRS)]
-    slowest = (PLAIN, THEIRS, OURS, *((VRAM,) if args.vram else ()))
-    return [
-        (share, disk, way)
-        for share in args.share
-        for disk in args.disk
-        for way in (slowest if disk == args.disk[0] else (PLAIN,))
-    ]
+    slowest = (THEIRS, OURS, *((VRAM,) if args.vram else ()))
+    found = [(share, disk, PLAIN) for share in args.share for disk in args.disk]
+    for disk in args.disk:
+        found += [(share, disk, way) for share in args.share for way in (slowest if disk == args.disk[0] else (OURS,))]
+    return found
+
+
+def case_name(args: argparse.Namespace, share: float, disk: float, way: Way) -> tuple[Value, ...]:
+    options = (args.trace, args.warm, args.tokens, args.threads, args.piece, args.vram if way is VRAM else 0.0)
+    return (args.store.name, way.name, share, disk, *options)
+
+
+def tell_errors(args: argparse.Namespace, cells: Cells) -> None:
+    """Of all cases that are done, by runs before this one too."""
+    errors = [(way, cells.done(*case_name(args, share, disk, way))) for share, disk, way in cases(args)]
+    done = [(way, error) for way, error in errors if error is not None]
+    plain = [error for way, error in done if way is PLAIN]
+    if not plain:
+        return
+    worst = 100 * max(error for _, error in done)
+    print(f"the plan was wrong by at most {100 * max(plain):.1f} % in {len(plain)} cases without guesses, ", end="")
+    print(f"{worst:.1f} in all {len(done)}")
+    if args.out:
+        note = (
+            f"synthetic, whole tokens on the GPU, emulated drive, {args.trace} routing, {len(plain)} cases of ours "
+            f"without prefetch, {worst:.1f} % in all {len(done)}, torch {torch.__version__}, "
+            f"triton {triton.__version__}"
+        )
+        figures.append(args.out, "plan.error_max", max(plain), "", note)
 
 
 def hit_ns(slots: SharedSlots, way: Way) -> float:
@@ -289,7 +335,6 @@ def measured(
     after = host.counters()
     host.check()
     tokens.decoder.close()
-    misses = (after["misses"] - before["misses"]) / args.tokens
     hits_ms = statistics.median(hits)
     named = routing if slots.vram is None else without_hottest(routing, len(slots.vram.held()), args.warm)
     prefetch = way.prefetch if way.placement.guesses else "off"
@@ -298,30 +343,33 @@ def measured(
         reads,
         planned_ms=plan_ms(named, args.warm, after["slots_total"], hits_ms, expert_ns, reads, prefetch),
         token_ms=statistics.mean(times),
-        misses=misses,
+        drive=DriveReads.between(before, after, host.catalog.layout.block_bytes, disk, args.tokens),
         waited_ms=(after["disk_wait_ns"] - before["disk_wait_ns"]) / 1e6 / args.tokens,
-        read_ms=misses * host.catalog.layout.block_bytes / disk / 1e6,
         late=tokens.decoder.late - late,
     )
 
 
 def tell(args: argparse.Namespace, way: Way, share: float, disk: float, found: Found) -> None:
-    rate = 1e3 / found.token_ms
+    rate, drive = 1e3 / found.token_ms, found.drive
     print(
         f"{way.name:<20}{share:>7.2f}{disk:>6.1f}{found.hits_ms:>9.2f}{found.reads.read_ns / 1e6:>8.3f}"
-        f"{found.reads.late_ns / 1e3:>8.0f}{found.planned_ms:>9.2f}{found.token_ms:>8.2f}{rate:>7.2f}"
-        f"{found.misses:>8.1f}{found.waited_ms:>8.2f}{found.hidden:>8.0%}{found.late:>6}",
+        f"{found.reads.late_ns / 1e3:>8.0f}{found.planned_ms:>9.2f}{found.error:>7.1%}"
+        f"{found.token_ms:>8.2f}{rate:>7.2f}{drive.missing:>8.1f}{drive.needed:>8.1f}{found.waited_ms:>8.2f}{found.hidden:>8.0%}"
+        f"{found.hidden_of_missing:>8.0%}{found.most_hidden:>9.0%}{found.late:>6}",
         flush=True,
     )
-    if args.out:
-        kind = "published_tok_s" if way is THEIRS else "tok_s"
-        note = (
-            f"synthetic, {args.trace} routing, {way.name}, {args.threads} threads, emulated drive of {disk:g} GB/s, "
-            f"{found.misses:.1f} misses a token, {found.hidden:.0%} of reading hidden, "
-            f"planned {found.planned_ms:.1f} ms, "
-            f"{f'{args.vram:g} GB of experts in graphics memory, ' if way is VRAM else ''}"
-            f"torch {torch.__version__}, triton {triton.__version__}"
-        )
-        figures.append(args.out, f"decode.{kind}_ram{round(100 * share)}", rate, "tok/s", note)
-        if way is not THEIRS:
-            figures.append(args.out, f"decode.hidden_ram{round(100 * share)}", found.hidden, "", note)
+    if not args.out:
+        return
+    note = (
+        f"synthetic, {args.trace} routing, {way.name}, {args.threads} threads, emulated drive of {disk:g} GB/s, "
+        f"{drive.missing:.1f} misses a token, {found.hits_ms:.1f} ms without any, {drive.needed_ms:.1f} ms of needed "
+        f"reading, planned {found.planned_ms:.1f} ms, "
+        f"{f'{args.vram:g} GB of experts in graphics memory, ' if way is VRAM else ''}"
+        f"torch {torch.__version__}, triton {triton.__version__}"
+    )
+    ram, theirs = f"ram{round(100 * share)}", "published_" if way is THEIRS else ""
+    figures.append(args.out, f"decode.{theirs}tok_s_{ram}", rate, "tok/s", note)
+    figures.append(args.out, f"decode.{theirs}plan_error_{ram}", found.error, "", note)
+    if way is not THEIRS:
+        figures.append(args.out, f"decode.hidden_{ram}", found.hidden, "", note)
+        figures.append(args.out, f"decode.hidden_of_missing_{ram}", found.hidden_of_missing, "", note)

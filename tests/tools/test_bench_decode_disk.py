@@ -1,6 +1,7 @@
 """What `thimble bench decode-disk` says of given numbers, and that it says so where there is no GPU."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,31 +21,48 @@ from services.tools.bench_decode_disk import (
     tell,
 )
 from services.tools.cli import main
+from services.tools.drive_reads import DriveReads
 from services.tools.measure import Reads
 from services.tools.synth import synthesise
 from services.tools.traces.generators import generate
 
+READS = Reads(4e5, 1e5, 5e4)
+DRIVE = DriveReads(needed=100.0, missing=80.0, block_ms=0.4)  # 40 ms of needed reading, 32 of it for missing blocks
+FOUND = Found(20.0, READS, planned_ms=27.0, token_ms=30.0, drive=DRIVE, waited_ms=4.0, late=0)
 
-def test_the_hidden_share_is_of_the_time_that_reading_takes_one_by_one() -> None:
-    reads = Reads(1.0, 1.0, 1.0)
-    assert Found(20.0, reads, 45.0, 50.0, 10.0, 2.5, 10.0, 0).hidden == 0.75
-    assert Found(20.0, reads, 45.0, 50.0, 0.0, 0.0, 0.0, 0).hidden == 1.0
-    assert Found(20.0, reads, 45.0, 50.0, 0.0, 0.0, 0.0, 0).error == pytest.approx(0.1)
+
+def test_hidden_is_what_a_token_does_not_take_longer_for_its_reads() -> None:
+    assert FOUND.hidden == pytest.approx(1 - 10 / 40)
+    assert FOUND.hidden_of_missing == pytest.approx(1 - 10 / 32), "guesses that came in time left out"
+    assert FOUND.most_hidden == 0.5, "20 ms without reads, behind which 40 do not go"
+    assert FOUND.error == pytest.approx(0.1)
+    nothing = replace(FOUND, drive=DriveReads(0.0, 0.0, 0.4), token_ms=19.0)
+    assert nothing.hidden == nothing.hidden_of_missing == nothing.most_hidden == 1.0
     assert numbers("0.24,0.5") == [0.24, 0.5]
 
 
 def test_rows_name_the_method_and_the_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = argparse.Namespace(trace="calibrated", threads=7, out=tmp_path / "a-machine.csv", vram=0.0)
     for way in (OURS, THEIRS):
-        tell(args, way, 0.24, 7.0, Found(20.0, Reads(4e5, 1e5, 5e4), 39.0, 40.0, 100.0, 4.0, 44.0, 0))
+        tell(args, way, 0.24, 7.0, replace(FOUND, token_ms=40.0))
     rows = args.out.read_text().splitlines()
     assert [row.split(",")[3:5] for row in rows[1:]] == [
         ["decode.tok_s_ram24", "25"],
-        ["decode.hidden_ram24", "0.909091"],
+        ["decode.plan_error_ram24", "0.325"],
+        ["decode.hidden_ram24", "0.5"],
+        ["decode.hidden_of_missing_ram24", "0.375"],
         ["decode.published_tok_s_ram24", "25"],
+        ["decode.published_plan_error_ram24", "0.325"],
     ]
-    assert "91%" in rows[1]
+    assert "80.0 misses a token, 20.0 ms without any, 40.0 ms of needed reading" in rows[1]
     assert "25.00" in capsys.readouterr().out
+
+
+def test_needed_blocks_are_those_that_were_named() -> None:
+    before = {"misses": 10, "demand_read_bytes": 800, "prefetch_useful": 5, "prefetch_wasted": 0}
+    after = {"misses": 30, "demand_read_bytes": 2000, "prefetch_useful": 15, "prefetch_wasted": 9}
+    found = DriveReads.between(before, after, block_bytes=100, gb_s=1e-4, tokens=2)
+    assert (found.needed, found.missing, found.block_ms) == (12 / 2 + 10 / 2, 10.0, 1.0)
 
 
 def test_a_machine_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +78,9 @@ def test_quick_is_the_two_ends() -> None:
     assert cases(args) == [(0.24, 7.0, PLAIN), (0.24, 7.0, THEIRS), (0.33, 12.0, PLAIN), (0.33, 12.0, THEIRS)]
     args = argparse.Namespace(quick=False, share=[0.24, 0.33], disk=[7.0, 12.0], vram=0.0)
     whole = cases(args)
-    assert len(whole) == 8
+    assert len(whole) == 10
+    assert all(way is PLAIN for _, _, way in whole[:4]), "first what the plan is held against"
+    assert [case[:2] for case in whole if case[2] is OURS] == [(0.24, 7.0), (0.33, 7.0), (0.24, 12.0), (0.33, 12.0)]
     args.vram = 4.0
     assert [case for case in cases(args) if case not in whole] == [(0.24, 7.0, VRAM), (0.33, 7.0, VRAM)]
     assert len([case for case in whole if case[2] is PLAIN]) == 4, "the plan is checked in four"

@@ -14,7 +14,6 @@ import torch
 
 from kernels.experts.device.vram_slots import VramSlots
 from kernels.experts.host.binding import Host
-from kernels.experts.host.drives import EmulatedDrive
 from kernels.experts.host.replay import Routing, hinted
 from services.tools import bench_decode_disk, synth
 from services.tools.bench_decode_disk import Way
@@ -57,10 +56,6 @@ class Tokens:
         return 1e3 * (time.perf_counter() - begun)
 
 
-def emulated(memory: torch.Tensor, gb_s: float) -> EmulatedDrive:
-    return EmulatedDrive(memory.numpy(), gb_s=gb_s)
-
-
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = SimpleNamespace(copy=lambda: 50.0, together=lambda: (60.0, 40.0))
@@ -76,39 +71,58 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
         "generate": lambda name, tokens: generators.generate(name, tokens, SIZES),
     }.items():
         monkeypatch.setattr(bench_decode_disk, name, value)
-    monkeypatch.setattr(bench_decode_disk, "DeviceDrive", emulated, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
 
 
-@pytest.mark.usefixtures("played")
-def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    synth.synthesise(tmp_path / "store", "small")
-    out, threads = tmp_path / "box.csv", torch.get_num_threads()
-    words = ["--share", "0.4,0.6", "--disk", "0.05,0.2", "--warm", "8", "--tokens", "4", "--threads", "1"]
+WORDS = ["--share", "0.4,0.6", "--disk", "0.05,0.2", "--warm", "8", "--tokens", "4", "--threads", "1"]
+
+
+def run(store: Path, *words: str) -> int:
+    threads = torch.get_num_threads()
     try:
-        assert (
-            main(["bench", "decode-disk", str(tmp_path / "store"), *words, "--vram", "0.0005", "--out", str(out)]) == 0
-        )
+        return main(["bench", "decode-disk", str(store), *WORDS, *words])
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("played")
+def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store, out, done = tmp_path / "store", tmp_path / "box.csv", tmp_path / "done"
+    synth.synthesise(store, "small")
+    words = ["--vram", "0.0005", "--out", str(out), "--done", str(done)]
+    assert run(store, *words) == 0
     rows = list(csv.DictReader(out.read_text().splitlines()))
     count = {name: sum(row["name"] == name for row in rows) for name in {row["name"] for row in rows}}
+    kinds = ("tok_s", "plan_error", "hidden", "hidden_of_missing")
     assert count == {
-        "decode.tok_s_ram40": 4,
-        "decode.tok_s_ram60": 4,
-        "decode.hidden_ram40": 4,
-        "decode.hidden_ram60": 4,
-        "decode.published_tok_s_ram40": 1,
-        "decode.published_tok_s_ram60": 1,
+        **{f"decode.{kind}_ram{share}": 5 for kind in kinds for share in (40, 60)},
+        **{f"decode.published_{kind}_ram{share}": 1 for kind in kinds[:2] for share in (40, 60)},
         "plan.error_max": 1,
     }
     assert all(float(row["value"]) <= 1 for row in rows if "hidden" in row["name"])
     [both] = {row["note"].split(", ")[2] for row in rows if "0.0005 GB of experts in graphics memory" in row["note"]}
     assert both == "ours"
     assert "4 cases of ours without prefetch" in rows[-1]["note"]
-    assert "in all 10" in rows[-1]["note"]
+    assert "in all 12" in rows[-1]["note"]
+    errors = [float(row["value"]) for row in rows if "plan_error" in row["name"] and "no prefetch" in row["note"]]
+    assert float(rows[-1]["value"]) == pytest.approx(max(errors), rel=1e-4)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("ours", "published"))]
-    assert len(lines) == 10
-    misses = np.array([float(line.split()[-4]) for line in lines])
-    assert misses[:5].sum() > misses[5:].sum(), "more experts in RAM, fewer misses"
+    assert len(lines) == 12
+    misses = np.array([float(line.split()[-7]) for line in lines[:4]])
+    assert misses[:2].sum() > misses[2:].sum(), "more experts in RAM, fewer misses"
+
+    assert run(store, *words) == 0  # all is done
+    again = capsys.readouterr().out.splitlines()
+    assert not [line for line in again if line.startswith(("ours", "published"))]
+    last = list(csv.DictReader(out.read_text().splitlines()))[-1]
+    assert last == rows[-1], "the plan's error is of all that is done"
+
+
+@pytest.mark.usefixtures("played")
+def test_a_run_that_has_no_time_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store, out = tmp_path / "store", tmp_path / "box.csv"
+    synth.synthesise(store, "small")
+    assert run(store, "--minutes", "1", "--out", str(out)) == 0  # a first case is assumed to take two
+    assert capsys.readouterr().out.count("left out: it may take 120 s") == 10
+    assert not out.exists()
