@@ -42,7 +42,7 @@ class Disk:
 
     def __init__(self, folder: Path, limit_bytes: int, daily_bytes: int, ttl_s: float) -> None:
         """Raises OSError, also for a folder that others can look into."""
-        self._limit_bytes, self._daily_bytes, self._ttl_s = limit_bytes, daily_bytes, ttl_s
+        self.limit_bytes, self.daily_bytes, self._ttl_s = limit_bytes, daily_bytes, ttl_s
         self._states_dir, self._blocks_dir, self._day_file = folder / "states", folder / "blocks", folder / "written"
         for each in (folder, self._states_dir, self._blocks_dir):
             _make_private(each)
@@ -72,12 +72,12 @@ class Disk:
         lacking = [number for number, name in enumerate(names) if name not in self._blocks]
         coming_bytes = len(MAGIC) + len(heads) + head.size_bytes + CHECKSUM_BYTES
         coming_bytes += len(lacking) * (head.block_bytes + CHECKSUM_BYTES)
-        if coming_bytes + sum(self._blocks.get(name, 0) for name in keep) > self._limit_bytes:
+        if coming_bytes + sum(self._blocks.get(name, 0) for name in keep) > self.limit_bytes:
             raise DiskRefused(f"{coming_bytes} bytes beside its other blocks, more than the disk may hold")
         today = int(time.time() // DAY_S)
         if today > self._day:  # a clock that is set back brings no new budget
             self._day, self._day_bytes = today, 0
-        if self._day_bytes + coming_bytes > self._daily_bytes:
+        if self._day_bytes + coming_bytes > self.daily_bytes:
             raise DiskRefused(f"{coming_bytes} bytes more than may be written today")
         self._make_room(coming_bytes, keep)
         before = self.written_bytes
@@ -158,7 +158,7 @@ class Disk:
 
     def _make_room(self, size_bytes: int, keep: frozenset[str]) -> None:
         """With all states gone there is room: the caller has seen to that."""
-        while self._states and self.used_bytes + size_bytes > self._limit_bytes:
+        while self._states and self.used_bytes + size_bytes > self.limit_bytes:
             self.forget([next(iter(self._states))])
             self._remove_unused(keep)
 

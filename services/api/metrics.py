@@ -18,6 +18,7 @@ FINISH_REASONS = ("stop", "length", "tool_calls")
 LOOKUPS = ("hot", "sent", "none", "refused")  # where the prompt's beginning came from, by the engine's word
 AHEAD = ("done", "overtaken", "failed")
 DISK = ("written", "skipped", "read", "refused")
+DISK_LIMITS = ("kept", "day")  # bytes of files, and bytes written in a day; 0 without a disk
 STORE_BYTES = ("used", "limit")  # limit 0: there is none
 EVICTORS = ("store", "api")  # the api removes the longest unused states before it stores a new one
 WRITES = ("stored", "present", "refused", "failed")
@@ -69,6 +70,7 @@ class Metrics:
         self.disk = counters("snapshot_disk", "states written to the disk or read from it", result=DISK)
         self.disk_written = counter("snapshot_disk_written_bytes", "written to the disk for them")
         self.disk_bytes = self._gauge("snapshot_disk_bytes", "kept on the disk for them")
+        self.disk_limits = self._gauges("snapshot_disk_limit_bytes", "most that may be there", of=DISK_LIMITS)
         self.store_bytes = self._gauges("snapshot_store_bytes", "memory of the snapshot store", kind=STORE_BYTES)
         self.store_evictions = counters("snapshot_store_evictions", "keys removed for want of memory", by=EVICTORS)
         self.store_available = self._gauge("snapshot_store_available", "1 while the snapshot store answers in time")

@@ -35,6 +35,8 @@ class Spilling:
         self._late: asyncio.Task[bool] | None = None  # it took too long: nobody waits for the disk until it is done
         self._counted_bytes = 0  # of those written
         metrics.disk_bytes.set(disk.used_bytes)
+        metrics.disk_limits["kept",].set(disk.limit_bytes)
+        metrics.disk_limits["day",].set(disk.daily_bytes)
 
     def later(self, key: bytes, record: Record, dialog: Iterable[bytes]) -> None:
         """Write this state when its dialog has rested; `dialog` are the keys of what it has said before."""

@@ -34,7 +34,7 @@ class Parts:
 
     def __init__(self, url: str, folder: Path) -> None:
         self.url, self.metrics = url, Metrics("test")
-        self.disk = Disk(folder / "disk", 10**9, 10**9, 1000)
+        self.disk = Disk(folder / "disk", 10**9, 2 * 10**9, 1000)
         self.store = Store(url, 5.0, 1000)
         self.spilling = Spilling(self.disk, self.store, self.metrics, 0.0)
 
@@ -186,5 +186,16 @@ def test_bytes_are_counted_once(within: Any) -> None:
         await parts.spilling.idle()
         assert parts.count("skipped") == 4, "the store has it no more"
         assert parts.metrics.disk_written._value.get() == parts.disk.written_bytes
+
+    within(test)
+
+
+def test_the_limits_are_told(within: Any) -> None:
+    """0 where there is no disk: dashboards and alerts hold what is written against them."""
+    limits = Metrics("test").disk_limits
+    assert [limits[of,]._value.get() for of in ("kept", "day")] == [0, 0]
+
+    async def test(parts: Parts) -> None:
+        assert [parts.metrics.disk_limits[of,]._value.get() for of in ("kept", "day")] == [10**9, 2 * 10**9]
 
     within(test)
