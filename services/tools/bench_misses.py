@@ -25,6 +25,7 @@ from kernels.experts.host.drives import Drive, EmulatedDrive
 from kernels.experts.host.replay import Clock, Routing, hinted
 from kernels.workers.pool import Workers, default_threads
 from services.tools import figures, measure
+from services.tools.drive_reads import DriveReads
 from services.tools.measure import Reads
 from services.tools.predict import SUPER, Method
 from services.tools.synthetic_blocks import SyntheticBlocks
@@ -40,18 +41,13 @@ CARRIED_MS = 18.6 + 0.8  # of a token: dense weights on an RTX 5060, and hand-of
 
 @dataclass(frozen=True)
 class Measured:
-    """A token's, in milliseconds: `gap_ms` outside of the steps, `waited_ms` for the disk, and `read_ms` that its
-    misses would take one by one."""
+    """A token's, in milliseconds: `gap_ms` outside of the steps, `waited_ms` with nothing to compute but missing blocks
+    on their way."""
 
     token_ms: float
     gap_ms: float
-    misses: float
+    drive: DriveReads
     waited_ms: float
-    read_ms: float
-
-    @property
-    def hidden(self) -> float:
-        return 1 - self.waited_ms / self.read_ms if self.read_ms else 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{workers.threads} threads, experts at {cpu:.1f} GB/s with all in RAM; routing: {args.trace}; synthetic")
         print(
             f"{'share':>6}{'disk':>7}{'a read':>8}{'late us':>9}{'prefetch':>10}"
-            f"{'misses':>9}{'ms':>8}{'planned':>9}{'hidden':>8}"
+            f"{'misses':>9}{'ms':>8}{'planned':>9}{'hidden':>8}{'missing':>8}"
         )
         for share, (disk, drive) in product(args.share, rates):
             for prefetch in ("off", "auto"):
@@ -95,10 +91,12 @@ def run(args: argparse.Namespace) -> int:
                 planned = plan_ms(routing, args.warm, slots, cpu, reads, found.gap_ms)
                 if prefetch == "off":
                     errors.append(abs(planned / found.token_ms - 1))
+                hidden, of_missing = (of(found.waited_ms) for of in (found.drive.hidden, found.drive.hidden_of_missing))
                 print(
                     f"{share:>6.2f}{disk:>7.1f}{reads.read_ns / 1e6:>8.3f}{reads.late_ns / 1e3:>9.0f}{prefetch:>10}"
-                    f"{found.misses:>9.1f}{found.token_ms:>8.1f}"
-                    f"{planned if prefetch == 'off' else float('nan'):>9.1f}{found.hidden:>8.0%}",
+                    f"{found.drive.missing:>9.1f}{found.token_ms:>8.1f}"
+                    f"{planned if prefetch == 'off' else float('nan'):>9.1f}{hidden:>8.0%}"
+                    f"{of_missing:>8.0%}",
                     flush=True,
                 )
                 if args.out:
@@ -107,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
                         f"experts on the processor, {share:.2f} of them in RAM, {what}, {args.trace} routing, synthetic"
                     )
                     figures.append(args.out, "misses.ms_token", found.token_ms, "ms", note)
-                    figures.append(args.out, "misses.hidden_share", found.hidden, "", note)
+                    figures.append(args.out, "misses.hidden_share", hidden, "", note)
+                    figures.append(args.out, "misses.hidden_of_missing", of_missing, "", note)
     print(f"the plan was wrong by at most {100 * max(errors):.1f} %")
     if args.out:
         where = kind(args)
@@ -167,13 +166,12 @@ def replayed(host: Host, routing: Routing, args: argparse.Namespace, blocks: Syn
         if step >= begin_step:
             pause(gap_s)
     seconds, after = time.perf_counter() - begun, host.counters()
-    tokens, misses = args.tokens, (after["misses"] - before["misses"]) / args.tokens
+    tokens = args.tokens
     return Measured(
         token_ms=1e3 * seconds / tokens,
         gap_ms=1e3 * (seconds - stepping_s) / tokens,
-        misses=misses,
+        drive=DriveReads.between(before, after, blocks.layout.block_bytes, disk, tokens),
         waited_ms=(after["disk_wait_ns"] - before["disk_wait_ns"]) / 1e6 / tokens,
-        read_ms=misses * blocks.layout.block_bytes / disk / 1e6,
     )
 
 

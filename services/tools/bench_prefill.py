@@ -10,7 +10,6 @@ by then is left out as well, and a line says so.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -44,33 +43,37 @@ from services.engine.pages import pages_for
 from services.tools import figures
 from services.tools.ballast import Ballast
 from services.tools.bench_dense import timed
+from services.tools.cells import Cells, Value
 from services.tools.decode_rig import READERS
+from services.tools.drive_reads import DriveReads
 from services.tools.progress import Progress
 
 MATRIX = 8192  # side of the product that the tensor cores' rate is measured with
 WARMING = 600  # tokens read first, not timed
 DECODED = 12  # tokens through the decode path, to compare with
 FILLED_GB_S = 1000.0  # of the drive while slots are filled: as fast as it goes
-SLOWER = 2.0  # than its floor: what a cell is assumed to take until it is measured
+SLOWER = 2.0  # than its floor: what a cell is assumed to take until one is measured
+MARGIN = 1.1  # of what it is assumed to take after that, for it is a longer one
 LINK_GB_S = 20.0  # assumed for that
 SAYS_S = 10.0  # between two lines of a long cell
 HEADING = (
     f"{'tokens':>7}{'in RAM':>8}{'first token s':>15}{'tok/s':>9}{'floor s':>9}{'of floor':>10}{'moved':>8}"
-    f"{'misses':>9}{'x decode':>10}"
+    f"{'read':>9}{'x decode':>10}"
 )
 
 
 @dataclass(frozen=True)
 class Cell:
-    """`moved`: blocks copied to the card over blocks that were named, chunk by chunk. `floors`: seconds of drive, link
-    and tensor cores. `decode_s`: the prompt token by token, from the time of a few."""
+    """`moved`: blocks copied to the card over blocks that were named, chunk by chunk. `read`: blocks that the drive
+    carried and that were named. `floors`: seconds of drive, link and tensor cores. `decode_s`: the prompt token by
+    token, from the time of a few."""
 
     tokens: int
     share: float
     seconds: float
     floors: tuple[float, float, float]
     moved: float
-    misses: int
+    read: int
     decode_s: float
 
     @property
@@ -80,7 +83,7 @@ class Cell:
     def __str__(self) -> str:
         return (
             f"{self.tokens:>7}{self.share:>8.2f}{self.seconds:>15.2f}{self.tokens / self.seconds:>9.0f}"
-            f"{self.floor_s:>9.2f}{self.floor_s / self.seconds:>10.0%}{self.moved:>8.2f}{self.misses:>9}"
+            f"{self.floor_s:>9.2f}{self.floor_s / self.seconds:>10.0%}{self.moved:>8.2f}{self.read:>9}"
             f"{self.decode_s / self.seconds:>10.1f}"
         )
 
@@ -101,15 +104,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    until = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
+    cells = Cells(args.minutes, args.done)
     store = Store.open(args.store)
     if not torch.cuda.is_available():
         print("bench prefill needs a CUDA device; thimble plan forecasts without one", file=sys.stderr)
         return 2
-    done = [] if args.done is None or not args.done.exists() else args.done.read_text().splitlines()
-    wanted = [
-        (share, tokens) for share in args.share for tokens in args.tokens if cell_key(args, share, tokens) not in done
-    ]
     torch.set_num_threads(1)
     memory = np.fromfile(store.experts_path, np.uint8)
     with ProcessPoolExecutor(1, get_context("spawn")) as other:  # here the vendor's library would stay on the card
@@ -118,12 +117,13 @@ def run(args: argparse.Namespace) -> int:
         ballast = stack.enter_context(Ballast(args.free_mib)) if args.free_mib else None
         usable_device()
         print(f"synthetic, routed by random routers; tensor cores {flops / 1e12:.0f} TFLOP/s\n{HEADING}", flush=True)
-        opening_s = 0.0  # as long as the last one took
+        opening_s, slower = 0.0, SLOWER  # as long as the last one took
         for share in args.share:
             lengths = [
                 tokens
-                for each, tokens in wanted
-                if each == share and in_time(store, tokens, share, args, until - opening_s)
+                for tokens in args.tokens
+                if cells.done(*cell_name(args, share, tokens)) is None
+                and in_time(cells, tokens, share, opening_s + slower * least_s(store, tokens, share, args))
             ]
             if not lengths:
                 continue
@@ -131,9 +131,12 @@ def run(args: argparse.Namespace) -> int:
             with opened(store, memory, share, max(lengths), args) as bench:
                 opening_s = time.monotonic() - begun
                 for tokens in lengths:
-                    if not in_time(store, tokens, share, args, until):
+                    least = least_s(store, tokens, share, args)
+                    if not in_time(cells, tokens, share, slower * least):
                         continue
+                    begun = time.monotonic()
                     cell = bench.measure(tokens, share, flops)
+                    slower = MARGIN * (time.monotonic() - begun) / least
                     print(cell, flush=True)
                     note = bench.note(cell)
                     if ballast is not None:
@@ -143,37 +146,27 @@ def run(args: argparse.Namespace) -> int:
                             figures.append(args.out, "prefill.peak_vram_gb", peak / 2**30, "GiB", note)
                     if args.out:
                         record(args.out, cell, note)
-                    if args.done:
-                        with args.done.open("a") as file:
-                            file.write(cell_key(args, share, tokens) + "\n")
+                    cells.finish(*cell_name(args, share, tokens))
     return 0
 
 
-def in_time(store: Store, tokens: int, share: float, args: argparse.Namespace, until: float) -> bool:
-    """Whether a cell that is begun now will be done `until` then, on time.monotonic()'s clock; says so if not."""
-    left_s, needed_s = until - time.monotonic(), expected_s(store, tokens, share, args)
-    if needed_s <= left_s:
-        return True
-    print(
-        f"{tokens:>7}{share:>8.2f} left out: it may take {needed_s:.0f} s, and {max(0.0, left_s):.0f} s are left",
-        flush=True,
-    )
-    return False
+def in_time(cells: Cells, tokens: int, share: float, needed_s: float) -> bool:
+    return cells.fits(f"{tokens:>7}{share:>8.2f}", needed_s)
 
 
-def expected_s(store: Store, tokens: int, share: float, args: argparse.Namespace) -> float:
-    """What a cell may take, the tokens that are decoded for comparison included."""
+def least_s(store: Store, tokens: int, share: float, args: argparse.Namespace) -> float:
+    """What a cell takes at least, the tokens that are decoded for comparison included."""
     config, layers = store.config, len(store.blocks)
     chunks = [min(args.chunk, tokens - begin) for begin in range(0, tokens, args.chunk)]
     swept = layers * sum(min(config.experts, chunk * config.experts_per_token) for chunk in chunks)
     decoded = layers * DECODED * config.experts_per_token
     block_gb = store.layout.block_bytes / 1e9
     read_s = (1 - share) * (swept + decoded) * block_gb / args.disk
-    return float(SLOWER * max(read_s, (swept + decoded) * block_gb / LINK_GB_S))
+    return float(max(read_s, (swept + decoded) * block_gb / LINK_GB_S))
 
 
-def cell_key(args: argparse.Namespace, share: float, tokens: int) -> str:
-    return json.dumps([figures.commit(), args.store.name, share, tokens, args.disk, args.chunk, args.kv, args.free_mib])
+def cell_name(args: argparse.Namespace, share: float, tokens: int) -> tuple[Value, ...]:
+    return (args.store.name, share, tokens, args.disk, args.chunk, args.kv, args.free_mib)
 
 
 def record(out: Path, cell: Cell, note: str) -> None:
@@ -267,8 +260,8 @@ class PrefillBench:
                 print(f"{tokens:>7}{share:>8.2f} {part:.0%} after {now - begun:.0f} s", file=sys.stderr, flush=True)
         seconds = time.perf_counter() - begun
         after = self.host.counters()
-        misses = after["misses"] - before["misses"]
         block = self.store.layout.block_bytes
+        drive = DriveReads.between(before, after, block, self.args.disk)
         named = experts.named_blocks - named
         begun = time.perf_counter()
         for id_ in ids[tokens:]:
@@ -276,12 +269,12 @@ class PrefillBench:
         token_s = (time.perf_counter() - begun) / DECODED
         state.release()
         floors = (
-            misses * block / (self.args.disk * 1e9),
+            drive.needed_ms / 1e3,
             named * block / (self.link_gb_s * 1e9),
             tokens * token_flops(self.store.config) / flops,
         )
         moved = (experts.copied_bytes - copied) / max(1, named * block)
-        return Cell(tokens, share, seconds, floors, moved, misses, tokens * token_s)
+        return Cell(tokens, share, seconds, floors, moved, round(drive.needed), tokens * token_s)
 
     def note(self, cell: Cell) -> str:
         drive, link, cores = cell.floors
@@ -289,7 +282,7 @@ class PrefillBench:
             f"synthetic, {cell.tokens} tokens, {cell.share:.2f} of {self.store.config.experts} experts a layer in RAM, "
             f"chunks of {self.args.chunk}, KV {self.args.kv}, "
             f"{f'ballast to {self.args.free_mib} MiB' if self.args.free_mib else 'no ballast'}, emulated drive of "
-            f"{self.args.disk:g} GB/s, {cell.misses} blocks read; floors: drive {drive:.2f} s, link {link:.2f} s at "
+            f"{self.args.disk:g} GB/s, {cell.read} blocks read; floors: drive {drive:.2f} s, link {link:.2f} s at "
             f"{self.link_gb_s:.1f} GB/s, tensor cores {cores:.2f} s; torch {torch.__version__}, "
             f"triton {triton.__version__}"
         )

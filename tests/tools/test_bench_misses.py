@@ -37,6 +37,7 @@ def test_shares_and_drives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert len(token_ms) == len(hidden) == 4
     assert token_ms[2] < token_ms[0], "more experts in RAM, fewer reads of 0.2 ms each"
     assert all(share <= 1 for share in hidden)
+    assert all(of <= whole for of, whole in zip(rows(out, "misses.hidden_of_missing"), hidden, strict=True))
     [error] = rows(out, "plan.error_max")
     out_text = capsys.readouterr().out
     lines = [line.split() for line in out_text.splitlines() if " off " in line]
