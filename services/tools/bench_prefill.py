@@ -96,6 +96,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--disk", type=float, default=7.0, metavar="GB/S", help="of the emulated drive (default 7)")
     parser.add_argument("--chunk", type=int, default=2048, help="tokens read at once (default 2048)")
+    parser.add_argument(
+        "--rows",
+        type=lambda text: tuple(int(word) for word in text.split(",")),
+        default=(1, 2, 4),
+        help="that steps can have, for tokens that are decoded; fewer leave room for a longer prompt (default 1,2,4)",
+    )
     parser.add_argument("--free-mib", type=int, default=8151, help="of the card, by ballast (default 8151; 0: all)")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="format of keys and values")
     parser.add_argument("--minutes", type=float, help="leave out what will not be done by then (default: nothing)")
@@ -128,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
             if not lengths:
                 continue
             begun = time.monotonic()
-            with opened(store, memory, share, max(lengths), args) as bench:
+            with opened(store, memory, share, max(lengths), args, rows=args.rows) as bench:
                 opening_s = time.monotonic() - begun
                 for tokens in lengths:
                     least = least_s(store, tokens, share, args)
@@ -166,7 +172,7 @@ def least_s(store: Store, tokens: int, share: float, args: argparse.Namespace) -
 
 
 def cell_name(args: argparse.Namespace, share: float, tokens: int) -> tuple[Value, ...]:
-    return (args.store.name, share, tokens, args.disk, args.chunk, args.kv, args.free_mib)
+    return (args.store.name, share, tokens, args.disk, args.chunk, args.kv, args.free_mib, str(args.rows))
 
 
 def record(out: Path, cell: Cell, note: str) -> None:
@@ -186,7 +192,8 @@ def opened(
     tokens: int,
     args: argparse.Namespace,
     places: int = 1,
-    rows: tuple[int, ...] = (1, 2, 4),
+    *,
+    rows: tuple[int, ...],
 ) -> Iterator["PrefillBench"]:
     """Slots for `share` of the experts, full; a model for prompts of so many tokens in so many places, whose steps can
     have so many `rows`."""
