@@ -23,7 +23,7 @@ from kernels.mamba.cpu import causal_conv, selective_scan
 from kernels.norm.cpu import gated_group_rms_norm, rms_norm
 from kernels.router.cpu import choose
 from services.engine.experts.streamer import Experts
-from services.engine.experts.trace import Recorder
+from services.engine.experts.trace import Phases, Recorder, phases
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PagePool, pages_for
 from services.engine.spent import Spent
@@ -359,11 +359,11 @@ class Moe:
 
     def __call__(self, x: Tensor, spans: Sequence[Span]) -> Tensor:
         ids, weights = self.route(x)
-        tokens = [span.rows.stop - span.rows.start for span in spans]
+        phase = phases([span.rows.stop - span.rows.start for span in spans])
         if self.trace is not None:
-            self.trace.record(self.index, ids, weights, tokens)
+            self.trace.record(self.index, ids, weights, phase)
         if self.experts.prefetching or self.trace is not None:
-            self.guess(x, tokens)
+            self.guess(x, phase)
         latent = linear(x, self.fc1)
         begun = time.perf_counter()
         computed = self.experts.step(self.index, ids, weights, latent)
@@ -374,7 +374,7 @@ class Moe:
         alive = linear(x, self.shared_up).clamp(min=0.0)
         return routed + linear(alive * alive, self.shared_down)
 
-    def guess(self, x: Tensor, tokens: Sequence[int]) -> None:
+    def guess(self, x: Tensor, phase: Phases) -> None:
         """Hints for the next layer: this one's input is a good guess at its own, which its router ranks.
 
         Guesses two layers ahead are for traces only: reading those does not pay.
@@ -387,7 +387,7 @@ class Moe:
                 self.experts.prefetch(following.index, torch.tensor(likely, dtype=torch.int32))
             if self.trace is None:
                 break
-            self.trace.record(following.index, guessed, scores, tokens, ahead)
+            self.trace.record(following.index, guessed, scores, phase, ahead)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [M, hidden] -> ids int32 and weights float32, both [M, k] in router rank."""

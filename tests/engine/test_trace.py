@@ -13,7 +13,7 @@ from demo_engine import demo
 
 from services.engine.errors import TraceError
 from services.engine.experts.store import Store
-from services.engine.experts.trace import DECODE, FRAME, PREFILL, Header, Recorder, read_trace, row_type
+from services.engine.experts.trace import DECODE, FRAME, PREFILL, Header, Recorder, phases, read_trace, row_type
 
 HEADER = Header(
     1, "tiny", "00ff", layers=3, experts=20, top_k=4, latent=32, width=16, block_bytes=4096, dense_bytes=100
@@ -31,7 +31,7 @@ def write(path: Path, calls: list[list[int]], most_bytes: int = 1 << 20, close: 
             for ahead in range(min(3, HEADER.layers - layer)):
                 scores = torch.rand(sum(tokens), HEADER.experts, generator=random)
                 weights, ids = scores.topk(HEADER.top_k)
-                recorder.record(layer + ahead, ids.int(), weights, tokens, ahead)
+                recorder.record(layer + ahead, ids.int(), weights, phases(tokens), ahead)
     if close:
         recorder.close()
     return recorder
@@ -61,6 +61,23 @@ def test_a_replay_gets_steps_and_the_guesses_made_in_them(tmp_path: Path) -> Non
         assert (guesses[layer + ahead >= 3] == -1).all()
         there = guesses[layer + ahead < 3]
         assert np.array_equal(there, trace.rows[trace.rows["ahead"] == ahead]["ids"])
+
+
+def test_calls_that_guess_beside_such_that_do_not(tmp_path: Path) -> None:
+    """A GPU guesses in steps of answers, not in the sweeps of prompts between them."""
+    recorder = Recorder(tmp_path / "a.trace", HEADER, 1 << 20)
+    for tokens, guesses in (([9], False), ([1], True), ([12], False), ([1, 1], True)):
+        for layer in range(HEADER.layers):
+            ids = torch.arange(HEADER.top_k, dtype=torch.int32).repeat(sum(tokens), 1) + layer
+            recorder.record(layer, ids, ids.float(), phases(tokens))
+            if guesses and layer + 1 < HEADER.layers:
+                recorder.record(layer + 1, ids + 10, ids.float(), phases(tokens), ahead=1)
+    recorder.close()
+    routing = read_trace(tmp_path / "a.trace").routing()
+    assert routing.rows_of_step.tolist() == [9] * 3 + [1] * 3 + [12] * 3 + [2] * 3
+    [guesses] = routing.guesses
+    steps = np.split(guesses[:, 0], routing.first[1:-1])
+    assert [set(step.tolist()) for step in steps] == [{-1}] * 3 + [{10}, {11}, {-1}] + [{-1}] * 3 + [{10}, {11}, {-1}]
 
 
 def test_numpy_alone_reads_a_frame(tmp_path: Path) -> None:
@@ -166,6 +183,6 @@ def test_a_full_disk_ends_the_recording_only(tmp_path: Path, caplog: pytest.LogC
     recorder._file = Full(recorder._file)  # type: ignore[assignment]
     with caplog.at_level(logging.WARNING):
         recorder.close()
-        recorder.record(0, torch.zeros(1, 4).int(), torch.zeros(1, 4), [1])
+        recorder.record(0, torch.zeros(1, 4).int(), torch.zeros(1, 4), phases([1]))
     assert "ends early: [Errno 28] No space left" in caplog.text
     assert not read_trace(tmp_path / "a.trace").whole

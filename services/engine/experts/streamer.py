@@ -130,14 +130,16 @@ class HostExperts:
         self.on_card: Callable[[], Keys] = lambda: np.empty(0, np.int32)
         self._tell()
         self._warm = warm
+        self._filled = warm is not None  # before the first request
         self._trace = trace
         if trace is not None:
             trace.attach(
-                lambda: {**asdict(self.counters()), "policy": SHIPPED, "prefetch": prefetch, "warm": bool(warm)}
+                lambda: {**asdict(self.counters()), "policy": SHIPPED, "prefetch": prefetch, "warm": self._filled}
             )
 
     def begin_warm(self) -> None:
         """Start reading what was in RAM before, and keep what is from now on. Slots can be given up until then."""
+        self._filled |= self.host.counters()["slots_used"] > 0  # by a GPU's graphs
         heat = np.zeros_like(self.host.heat())  # what a GPU's graphs named when they were captured nobody asked for
         known = None if self._warm is None else self._warm.load()
         if known is not None:

@@ -37,6 +37,7 @@ FRAME_ROWS = 4096
 
 log = logging.getLogger(__name__)
 Rows = npt.NDArray[np.void]
+Phases = npt.NDArray[np.uint8]
 
 
 def row_type(top_k: int) -> np.dtype[np.void]:
@@ -47,6 +48,11 @@ def row_type(top_k: int) -> np.dtype[np.void]:
     """
     fields = [("call", "<u4"), ("layer", "<u2"), ("phase", "u1"), ("ahead", "u1")]
     return np.dtype([*fields, ("ids", "<u2", (top_k,)), ("scores", "<f2", (top_k,))])
+
+
+def phases(tokens: Sequence[int]) -> Phases:
+    """Of each row, from how many tokens each sequence has in a call."""
+    return np.repeat(np.array([DECODE if count == 1 else PREFILL for count in tokens], np.uint8), tokens)
 
 
 @dataclass(frozen=True)
@@ -105,14 +111,15 @@ class Recorder:
         """What to write at the end: the engine's own counts and the settings of its cache."""
         self._counters = counters
 
-    def record(self, layer: int, ids: Tensor, weights: Tensor, tokens: Sequence[int], ahead: int = 0) -> None:
-        """One layer of one forward call: ids and weights [M, k] in router rank, `tokens` of each sequence in it."""
+    def record(self, layer: int, ids: Tensor, weights: Tensor, phases: Phases, ahead: int = 0) -> None:
+        """One layer of one forward call: ids and weights [M, k] in router rank, on the host. A call's layers follow
+        each other, from 0 on, each with the guesses that were made in it behind it; not every call has guesses."""
         if not self._open:
             return
         self._call += layer == 0 and not ahead
         rows = np.empty(len(ids), self._type)
         rows["call"], rows["layer"], rows["ahead"] = self._call, layer, ahead
-        rows["phase"] = np.repeat([DECODE if count == 1 else PREFILL for count in tokens], tokens)
+        rows["phase"] = phases
         rows["ids"], rows["scores"] = ids.numpy(), weights.numpy()
         self._rows.append(rows)
         self._waiting += len(rows)
@@ -181,7 +188,8 @@ class Trace:
         first = np.concatenate([[0], changes, [len(routed)]]) if len(routed) else np.zeros(1)
         guesses = []
         for ahead in range(1, MOST_AHEAD + 1):
-            guessed, made_at = rows[rows["ahead"] == ahead], routed["layer"].astype(np.int64) + ahead < layers
+            guessed = rows[rows["ahead"] == ahead]
+            made_at = np.isin(step, guessed["call"].astype(np.int64) * layers + guessed["layer"] - ahead)
             if len(guessed) == made_at.sum() and len(guessed):
                 ids = np.full(routed["ids"].shape, -1, np.int32)
                 ids[made_at] = guessed["ids"]
