@@ -100,9 +100,7 @@ def load(
         exchange=mark(Path(config.exchange_dir)) if config.exchange_dir else "",
     )
     trace = None
-    if config.trace and on_gpu:
-        say("trace: nothing is recorded while a GPU decodes; THIMBLE_ENGINE_DEVICE=cpu records the same routing")
-    elif config.trace:
+    if config.trace:
         trace = Recorder(Path(config.trace), Header.of(store, info.model), int(config.trace_mb * 1e6))
     experts = open_experts(
         store,
@@ -127,12 +125,14 @@ def load(
             guesses = config.prefetch != "off" and plan.slots < plan.blocks
             sizes = Sizes(
                 plan.sequences, plan.device.ledger.wanted.step_rows, plan.context_tokens, plan.pages,
-                plan.device.chunk_tokens, plan.device.kv, guesses=guesses,
+                plan.device.chunk_tokens, plan.device.kv, guesses=guesses, drafts=bool(plan.drafts),
                 vision_bytes=plan.device.ledger.wanted.vision_bytes,
                 kept_blocks=plan.device.ledger.wanted.kept_blocks,
             )  # fmt: skip
             device = open_device(store, experts, sizes, say)
             network, new_state = device.model, DeviceState
+            if trace is not None:
+                device.model.trace(trace)
             pool: PagePool = device.pool
         else:
             network = Model(store.dense(), store.config, experts, trace)
@@ -161,7 +161,7 @@ def load(
         if plan.device is not None:  # one by one, a longer piece would hold up those that answer
             chunk_tokens = plan.device.chunk_tokens or ONE_BY_ONE_TOKENS
         speculation = None
-        if isinstance(network, Model) and sources:
+        if sources:
             speculation = Speculation(sources, network.settle, metrics, always=config.speculation == "on")
         scheduler = Scheduler(
             network, pool, hot, metrics, plan.sequences, chunk_tokens, new_state, speculation=speculation

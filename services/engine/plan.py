@@ -91,7 +91,7 @@ def make_plan(config: EngineConfig, store: Store, machine: Machine, card_free_by
     model = store.config
     device = None if card_free_bytes is None else plan_device(config, store, card_free_bytes)
     sequences = device.sequences if device else config.max_sequences or SEQUENCES
-    drafts, speculation = _drafts(config, store, device is not None)
+    drafts, speculation = _drafts(config, store, device)
     heads = "mtp" in drafts
     context_tokens, pages = (
         (device.context_tokens, device.pages) if device else _context_and_pages(config, model, sequences, heads)
@@ -168,16 +168,20 @@ def _resident_bytes(
     return more_bytes if experts_bytes + 2 * more_bytes <= room_bytes else 0
 
 
-def _drafts(config: EngineConfig, store: Store, on_device: bool) -> tuple[tuple[str, ...], str]:
+def _drafts(config: EngineConfig, store: Store, device: DevicePlan | None) -> tuple[tuple[str, ...], str]:
     """Kinds of drafts, and what to say of them."""
     if config.speculation == "off":
         return (), "off"
-    if on_device:
-        return (), "off: not on a GPU yet"
+    if device is not None and not device.ledger.wanted.drafts:
+        return (), "off: the card has no room for steps of two tokens"
     if config.trace:
         return (), "off: a trace is of routing without drafts"
-    kinds = ("ngram",) if store.draft_file is None else ("ngram", "mtp")
-    head = "the store has no multi-token-prediction block" if store.draft_file is None else "the model's own"
+    head = "the model's own"
+    if store.draft_file is None:
+        head = "the store has no multi-token-prediction block"
+    elif device is not None:
+        head = "the model's own not on a GPU yet"
+    kinds = ("ngram", "mtp") if store.draft_file is not None and device is None else ("ngram",)
     when = "always" if config.speculation == "on" else "as long as they pay"
     return kinds, f"{config.speculation}: drafts are tried {when}: copies of what was read or said; {head}"
 

@@ -128,7 +128,11 @@ def run(args: argparse.Namespace) -> int:
 
 def with_chunk(config: ModelConfig, dense: vram.Layout, asked: vram.Wanted, budget_bytes: int) -> vram.Wanted:
     """As much of a prompt at once as there is room for, long or short, as the engine chooses it."""
-    tried = (replace(asked, chunk_tokens=chunk, joined=joined) for chunk in CHUNKS for joined in (True, False))
+    tried = (
+        replace(asked, chunk_tokens=chunk, joined=joined, drafts=joined or asked.sequences > 1)
+        for chunk in CHUNKS
+        for joined in (True, False)
+    )
     fits = (wanted for wanted in tried if vram.ledger(config, dense, wanted).total_bytes <= budget_bytes)
     return next(fits, asked)
 

@@ -57,12 +57,12 @@ def test_attentions_workspace_takes_what_the_ledger_says(tokens: int) -> None:
 def test_a_token_takes_what_the_ledger_says(rows: int) -> None:
     """Every tensor of the real token on the device, at the real shape."""
     tokens = 5000
-    weights, pool = SimpleNamespace(config=SUPER), SimpleNamespace(conv=torch.zeros(1))
+    weights, pool = SimpleNamespace(config=SUPER), SimpleNamespace(conv=torch.zeros(1), kept=None)
     turns = SimpleNamespace(guesses=22)
     token = Token(weights, pool, SimpleNamespace(tokens=rows), turns, tokens)  # type: ignore[arg-type]
     del token.host_logits, token.x  # the host's; the inputs' own
     found = held_bytes(token) + token.inputs.x.nbytes + token.inputs.numbers.nbytes
-    tables = rows * (2 + math.ceil(tokens / PAGE_TOKENS)) * 4
+    tables = rows * (3 + math.ceil(tokens / PAGE_TOKENS)) * 4
     assert found == rows * (ledgers.row_bytes(SUPER) + 4 * SUPER.vocab_size) + tables
     assert ledgers.attention_bytes(SUPER, rows, tokens) == held_bytes(token.workspace)
 
@@ -74,6 +74,11 @@ def test_states_and_pages_take_what_the_ledger_says(kv: Kv) -> None:
     assert lines[f"KV, 7 pages of {PAGE_TOKENS} tokens in {kv}"] == pool.keys.nbytes + pool.values.nbytes
     states = "states of 3 sequences, SSM and convolution in float32"
     assert lines[states] == pool.conv.nbytes + pool.ssm.nbytes
+    drafts = dict(ledger(SMALL, dense_layout(SMALL), Wanted(3, 500, kv, drafts=True)).lines)
+    kept = DevicePool(SMALL, CPU, places=3, pages=7, kv=kv, drafts=True).kept
+    assert kept is not None
+    steps = 2 * 4 * len(SMALL.mamba_layers) * SMALL.mamba_heads
+    assert drafts["what Mamba layers keep of drafts"] == kept.nbytes + steps
 
 
 def test_weights_take_what_the_ledger_says(demo_store: Store) -> None:
@@ -165,7 +170,7 @@ def test_rows_for_short_prompts_are_graphs_of_their_own_where_sequences_bring_no
     assert joined.wanted.step_rows == (1, 2, 4)
     own = [
         2 * ledgers.GRAPH_BYTES,
-        6 * (ledgers.row_bytes(SUPER) + ledgers.sampling_bytes(SUPER.vocab_size) + 4 * (2 + 4096 // PAGE_TOKENS)),
+        6 * (ledgers.row_bytes(SUPER) + ledgers.sampling_bytes(SUPER.vocab_size) + 4 * (3 + 4096 // PAGE_TOKENS)),
         ledgers.attention_bytes(SUPER, 6, 4096),
         *(ledgers.step_bytes(SUPER.block, 32, rows, 22) for rows in (2, 4)),
     ]
@@ -231,17 +236,18 @@ def test_the_engine_refuses_at_start_what_does_not_fit(demo_store: Store) -> Non
 @pytest.mark.parametrize(
     ("card_mib", "settings", "expected"),
     [
-        (8151, {}, (True, 1, 34_816)),
+        (8151, {}, (True, 1, 34_432)),
         (8151, {"context_tokens": 8192}, (True, 2, 8192)),
-        (8151, {"max_sequences": 4}, (False, 4, 3072)),
+        (8151, {"max_sequences": 4}, (False, 4, 2688)),
+        (8151, {"max_sequences": 4, "speculation": "off"}, (False, 4, 3072)),
         (7550, {}, (False, 1, 12_288)),
-        (12_000, {}, (True, 4, 113_152)),
+        (12_000, {}, (True, 4, 112_768)),
     ],
     ids=str,
 )
 def test_pictures_are_read_on_a_card_that_has_room_for_them(
     card_mib: int,
-    settings: dict[str, int],
+    settings: dict[str, Any],
     expected: tuple[bool, int, int],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -250,7 +256,7 @@ def test_pictures_are_read_on_a_card_that_has_room_for_them(
     monkeypatch.setattr(planning, "stored_layout", lambda _: DENSE)
     weights = synthetic_vision.holes(tmp_path / "vision.safetensors")
     store = cast(Store, SimpleNamespace(config=SUPER, folder=None, vision=lambda: weights))
-    config = EngineConfig(**settings)  # type: ignore[arg-type]
+    config = EngineConfig(**settings)
     plan = plan_device(config, store, free_bytes=card_mib * MIB - ledgers.CONTEXT_BYTES)
     print(plan)
     assert (plan.sees, plan.sequences, plan.context_tokens) == expected
@@ -268,14 +274,15 @@ def test_pictures_are_read_on_a_card_that_has_room_for_them(
 
 @pytest.mark.parametrize(
     ("card_mib", "sequences", "rows", "tokens"),
-    [(8151, 1, (1, 2, 4), 36_736), (7550, 1, (1,), 12_288), (16_000, 4, (1, 2, 3, 4), 131_072)],
+    [(8151, 1, (1, 2, 4), 36_352), (7550, 1, (1,), 12_288), (16_000, 4, (1, 2, 3, 4), 131_072)],
 )
 def test_what_is_automatic_fits_the_card(
     card_mib: int, sequences: int, rows: tuple[int, ...], tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Short prompts' rows cost context, but never the last of it."""
+    """Short prompts' rows and drafts cost context, but never the last of it."""
     monkeypatch.setattr(planning, "stored_layout", lambda _: DENSE)
     store = cast(Store, SimpleNamespace(config=SUPER, folder=None, vision=lambda: None))
     plan = plan_device(EngineConfig(), store, free_bytes=card_mib * MIB - ledgers.CONTEXT_BYTES)
     assert (plan.sequences, plan.ledger.wanted.step_rows, plan.context_tokens) == (sequences, rows, tokens)
+    assert plan.ledger.wanted.drafts == (2 in rows)
     assert plan.ledger.total_bytes <= card_mib * MIB

@@ -5,7 +5,8 @@ import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from services.engine.engine import Engine
 from services.engine.experts.store import Store
 from services.engine.load import load
 from services.engine.model import Model, Segment
-from services.engine.plan import GB, Machine, make_plan
+from services.engine.plan import GB, Machine, _drafts, make_plan
 from services.engine.request import Form, Grammar, Request, Restore, Thinking
 from services.engine.sequence import Sequence
 from services.engine.speculation import LEAST_SAMPLES, Judgement, Speculation
@@ -350,8 +351,11 @@ def test_the_plan_says_what_is_tried(store: Store, mode: str) -> None:
     assert f"speculation: {mode}" in said[0]
     assert ("multi-token-prediction block, float32" in said[0]) == (mode != "off")
     on_gpu = make_plan(config, store, Machine(10 * GB, 2), card_free_bytes=8 << 30)
-    assert on_gpu.drafts == ()
-    assert ("speculation: off: not on a GPU yet" in str(on_gpu)) == (mode != "off")
+    assert on_gpu.drafts == (() if mode == "off" else ("ngram",))
+    assert ("the model's own not on a GPU yet" in str(on_gpu)) == (mode != "off")
+    assert ("what Mamba layers keep of drafts" in str(on_gpu)) == (mode != "off")
+    full = SimpleNamespace(ledger=SimpleNamespace(wanted=SimpleNamespace(drafts=False)))
+    assert ("no room for steps of two tokens" in _drafts(config, store, cast(Any, full))[1]) == (mode != "off")
     traced = make_plan(dataclasses.replace(config, trace="here"), store, Machine(10 * GB, 2))
     assert ("speculation: off: a trace" in str(traced)) == (mode != "off")
     assert "24 blocks" in said[0] if mode != "off" else "16 blocks" in said[0]

@@ -48,11 +48,13 @@ class Placement:
 @dataclass(frozen=True)
 class Row:
     """The next id of one sequence, or the one behind that of the row before, whose page is reserved, and, for a
-    picture's place, what stands there instead of the id's embedding: float32 [hidden]."""
+    picture's place, what stands there instead of the id's embedding: float32 [hidden]. With `draft` the id is only
+    tried: what the sequence remembers is as before it."""
 
     state: DeviceState
     id: int
     embedding: Tensor | None = None
+    draft: bool = False
 
 
 class Decoder:
@@ -118,17 +120,18 @@ class Decoder:
     def run(self, rows: Sequence[Row]) -> Tensor:
         """Feed each row's id to its state, whose `ids` the caller extends -> logits after it, float32 [rows, vocab].
 
-        A sequence's consecutive ids may be rows next to each other, in order: bits are as if fed one by one.
-        The logits are in page-locked host memory and valid until the next run. Raises HandoffError; the states are then
-        half-way between two tokens.
+        A sequence's consecutive ids may be rows next to each other, in order: bits are as if fed one by one. A draft's
+        id is not among its state's until it is settled (kernels/mamba/settle.py). The logits are in page-locked host
+        memory and valid until the next run. Raises HandoffError; the states are then half-way between two tokens.
         """
         assert self.graph is not None
         assert len(rows) == self.rows
+        assert self.token.pool.kept is not None or not any(row.draft for row in rows)
         before, begun = self.turns.times(), time.perf_counter()
         inputs = self.token.inputs
         with named("token of sequences:", self.rows):
             with named("inputs"):
-                inputs.fill([row.state for row in rows])
+                inputs.fill([row.state for row in rows], [row.draft for row in rows])
                 for row, x in zip(rows, inputs.host_x, strict=True):
                     x.copy_(to_octets(self.weights.embeddings.row(row.id) if row.embedding is None else row.embedding))
             filled = time.perf_counter()

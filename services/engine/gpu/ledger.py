@@ -56,7 +56,7 @@ _TILE = 1024  # logits a program of kernels/sampling/gpu.py, with 16 steps of 16
 class Wanted:
     """What is asked for. `sequences` have a state on the card, of which MOST_SEQUENCES are in a step; `context_tokens`
     is each one's longest prompt and answer. `joined`: steps of several rows even if there are fewer sequences, for
-    short prompts.
+    short prompts. `drafts`: a step can try a draft behind a sequence's id.
 
     `pages` of KV for all sequences, 0: enough for each. `staging_blocks`: expert blocks copied to the card at once;
     `kept_blocks`: those that stay there; `chunk_tokens`: of prompts, that are read together, layer by layer;
@@ -72,6 +72,7 @@ class Wanted:
     chunk_tokens: int = 0
     vision_bytes: int = 0
     joined: bool = False
+    drafts: bool = False
 
     def __post_init__(self) -> None:
         if self.sequences < 1:
@@ -116,7 +117,8 @@ def ledger(config: ModelConfig, dense: Layout, wanted: Wanted) -> Ledger:
         ("kernels and first graph (measured on an H200)", KERNEL_BYTES),
         (f"states of {sequences} sequences, SSM and convolution in float32", sequences * state_bytes(config)),
         (f"KV, {pages} pages of {PAGE_TOKENS} tokens in {wanted.kv}", pages * page_bytes(config, wanted.kv)),
-        ("page tables", sum(batches) * (2 + pages_for(tokens)) * 4),
+        ("what Mamba layers keep of drafts", kept_bytes(config, sequences) if wanted.drafts else 0),
+        ("page tables", sum(batches) * (3 + pages_for(tokens)) * 4),
         (f"attention workspaces for {len(batches)} batch sizes", attention_bytes(config, sum(batches), tokens)),
         (
             f"expert steps for {len(batches)} batch sizes",
@@ -258,6 +260,12 @@ def page_bytes(config: ModelConfig, kv: Kv) -> int:
     return 2 * len(config.attention_layers) * PAGE_TOKENS * config.kv_heads * config.head_dim * _KV_BYTES[kv]
 
 
+def kept_bytes(config: ModelConfig, sequences: int) -> int:
+    """Of memory.py's `kept`, and of the two small tensors of model.py that settling a draft reads."""
+    one = 2 * config.conv_channels + config.mamba_heads
+    return _F32 * len(config.mamba_layers) * (sequences * one + 2 * config.mamba_heads)
+
+
 def attention_bytes(config: ModelConfig, sequences: int, tokens: int) -> int:
     """Of kernels/attention/gpu.py's Workspace."""
     return sequences * config.attention_heads * -(-tokens // _RUN_TOKENS) * (config.head_dim + 2) * _F32
@@ -280,7 +288,7 @@ def row_bytes(config: ModelConfig) -> int:
     layers, top_k = len(config.moe_layers), config.experts_per_token
     mamba = config.in_proj_rows + 2 * config.mamba_inner + config.mamba_groups
     attention = 2 * config.attention_heads * config.head_dim
-    moe = 2 * config.experts + (layers + 1) * config.latent_size + (layers + 3) * top_k + config.shared_width
+    moe = 2 * config.experts + (layers + 1) * config.latent_size + 4 * layers * top_k + config.shared_width
     return _F32 * (config.hidden_size + mamba + attention + moe)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.pages import Pages
+from kernels.mamba.gpu import Sizes
 from services.engine.errors import OutOfPagesError
 from services.engine.gpu.ledger import Kv
 from services.engine.model_config import ModelConfig
@@ -28,9 +29,23 @@ KV_TYPES: dict[Kv, torch.dtype] = {"bf16": torch.bfloat16, "fp8": torch.float8_e
 
 
 class DevicePool(PagePool):
-    """`keys` and `values` as in PagePool, in BF16 or FP8; `conv` and `ssm` as in State, with a place first."""
+    """`keys` and `values` as in PagePool, in BF16 or FP8; `conv` and `ssm` as in State, with a place first.
 
-    def __init__(self, config: ModelConfig, device: torch.device, *, places: int, pages: int, kv: Kv = "bf16") -> None:
+    With `drafts` there is room for what the Mamba layers keep of a draft of each place, until it is settled: `kept`
+    float32 [places, mamba layers, Sizes.kept], 3 MiB a place of the real model. The recurrent states are then as before
+    the draft; of keys and values only a length says that they are there.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        *,
+        places: int,
+        pages: int,
+        kv: Kv = "bf16",
+        drafts: bool = False,
+    ) -> None:
         shape = (len(config.attention_layers), pages, PAGE_TOKENS, config.kv_heads, config.head_dim)
         self.keys = torch.zeros(shape, dtype=torch.uint8, device=device).to(KV_TYPES[kv])
         self.values = self.keys.clone()
@@ -40,6 +55,8 @@ class DevicePool(PagePool):
         self.ssm = torch.zeros(
             places, layers, config.mamba_heads, config.mamba_head_dim, config.mamba_state, device=device
         )
+        sizes = Sizes(config.mamba_heads, config.mamba_head_dim, config.mamba_state, config.mamba_groups)
+        self.kept = torch.zeros(places, layers, sizes.kept, device=device) if drafts else None
         self._free_places = list(range(places - 1, -1, -1))
         page_bytes = self.keys[0, 0].nbytes if self.keys.numel() else 1
         self._staging = torch.zeros(page_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -141,6 +158,7 @@ class DeviceState(State):
     def clone(self) -> "DeviceState":
         """An independent copy in another place. Raises OutOfPagesError if there is none."""
         assert not self.spoiled
+        assert self.pending is None, "drafts are settled before the state is copied"
         other = DeviceState(self.config, self.pool)
         other.ids, other.block_names = list(self.ids), list(self.block_names)
         other.conv.copy_(self.conv)

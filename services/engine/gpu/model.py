@@ -2,12 +2,14 @@
 
 Owns a decoder for every number of rows that a step can have, and the sweep that reads prompts. A segment that says so
 is swept, any other takes the decode path, as many ids of all segments in a step as there are rows; on either a token's
-bits depend neither on how its segment was cut nor on what else was in the call. One thread's.
+bits depend neither on how its segment was cut nor on what else was in the call. A draft is one more row of its segment,
+at most one. One thread's.
 """
 
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import cached_property
 
 import torch
 import triton
@@ -21,7 +23,9 @@ import kernels.norm.gpu as norm
 import kernels.router.gpu as router
 from kernels.experts.device.turns import HandoffError, SharedSlots
 from kernels.experts.host.binding import BlockError
+from kernels.mamba.settle import settle
 from services.engine.errors import DeviceError, StepError
+from services.engine.experts.trace import Recorder
 from services.engine.gpu import counts, sweep
 from services.engine.gpu.counts import DeviceCounts
 from services.engine.gpu.decoder import Decoder, Placement, Row
@@ -30,9 +34,11 @@ from services.engine.gpu.ledger import MOST_SEQUENCES, sweep_room_bytes
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.room import Room
 from services.engine.gpu.sweep import Sweep
-from services.engine.gpu.weights import DeviceWeights
+from services.engine.gpu.tracing import Tracing
+from services.engine.gpu.weights import DeviceWeights, MambaWeights
 from services.engine.model import GaveWay, Segment
 from services.engine.spent import Spent
+from services.engine.state import Pending, State
 from services.engine.vision.ids import FIRST
 
 FIRST_SWEEP_TOKENS = 9
@@ -40,6 +46,8 @@ FIRST_SWEEP_TOKENS = 9
 
 class DeviceModel:
     """Captures its graphs at construction, which takes as long as compiling the kernels does."""
+
+    tracing: Tracing | None = None
 
     def __init__(
         self,
@@ -57,7 +65,7 @@ class DeviceModel:
         """`rows`: numbers of rows that steps can have, ascending from 1. `chunk_tokens` are read at once; 0: all
         segments take the decode path. `shared_bytes`: of `memory`, at least, which others may use while no sweep is
         under way. `told`: makes what a failed read says fit for clients."""
-        self.pool, self.config, self.told = pool, weights.config, told
+        self.pool, self.config, self.told, self.weights = pool, weights.config, told, weights
         self.spent = Spent()
         self.decoders: list[Decoder] = []
         self.sweep: Sweep | None = None
@@ -76,12 +84,25 @@ class DeviceModel:
             for decoder in self.decoders:
                 decoder.capture()
                 decoder.spent = self.spent
+            self._settle(scratch)  # compiled and loaded before anybody waits
             self._first_sweep(scratch)
         except BaseException:
             self.close()
             raise
         finally:
             scratch.release()
+
+    @cached_property
+    def _steps(self) -> tuple[Tensor, Tensor]:
+        """Of all Mamba layers, a and dt_bias: float32 [layers, heads]."""
+        layers = [layer for layer in self.weights.layers if isinstance(layer, MambaWeights)]
+        return torch.stack([layer.a for layer in layers]), torch.stack([layer.dt_bias for layer in layers])
+
+    def trace(self, recorder: Recorder) -> None:
+        """From now on it is recorded what is routed."""
+        self.tracing = Tracing(recorder)
+        if self.sweep:
+            self.sweep.tracing = self.tracing
 
     def new_state(self, tokens: int) -> DeviceState:
         """A fresh state with room for so many tokens. Raises OutOfPagesError."""
@@ -110,8 +131,8 @@ class DeviceModel:
     def reading(self, segments: Sequence[Segment]) -> Generator[float, None, Tensor]:
         """As Model.reading; it can stop between two layers or groups of experts, or between two steps."""
         self._reserve(segments)
-        logits = [torch.empty(0)] * len(segments)
-        left = total = sum(len(segment.ids) for segment in segments)
+        logits: list[list[Tensor]] = [[] for _ in segments]
+        left = total = sum(len(segment.all_ids) for segment in segments)
         try:
             for chunk in chunks(segments, self.sweep.tokens) if self.sweep else []:
                 states = [self._state(segment) for _, segment in chunk]
@@ -119,7 +140,7 @@ class DeviceModel:
                 running = self.sweep.run([segment for _, segment in chunk], states)
                 tokens = sum(len(segment.ids) for _, segment in chunk)
                 for (number, _), row in zip(chunk, (yield from self._swept(running, left, tokens, total)), strict=True):
-                    logits[number] = row
+                    logits[number] = [row]
                 for (_, segment), state in zip(chunk, states, strict=True):
                     state.ids.extend(segment.ids)
                 left -= tokens
@@ -127,8 +148,8 @@ class DeviceModel:
             for fed in self._tokens([segments[number] for number in decoded]):
                 for index, place, row in fed:
                     number = decoded[index]
-                    if place == len(segments[number].ids) - 1:
-                        logits[number] = row.clone()
+                    if place >= len(segments[number].ids) - 1:
+                        logits[number].append(row.clone())
                 left -= len(fed)
                 if left:
                     yield 1 - left / total
@@ -136,7 +157,22 @@ class DeviceModel:
             for segment in segments:
                 segment.state.spoiled = True
             raise
-        return torch.stack(logits)
+        return torch.stack([row for rows in logits for row in rows])
+
+    def settle(self, state: State, accepted: int) -> None:
+        """As Model.settle. Queued behind the step that tried the draft, and ahead of all that reads the state."""
+        pending, state.pending = state.pending, None
+        if pending is None or not accepted:
+            return
+        assert isinstance(state, DeviceState)
+        self._settle(state)
+        state.ids.extend(pending.ids)
+
+    def _settle(self, state: DeviceState) -> None:
+        kept, mamba_layers = self.pool.kept, len(self.config.mamba_layers)
+        if kept is not None and mamba_layers:
+            sizes = self.decoders[0].token.sizes
+            settle(kept[state.place], sizes, *self._steps, state.conv, state.ssm)
 
     def _swept(
         self, running: Generator[float, None, Tensor], left: int, tokens: int, total: int
@@ -167,9 +203,13 @@ class DeviceModel:
         states = [self._state(segment) for segment in segments]
         assert len(set(map(id, states))) == len(states), "a sequence is in a call once"
         assert not any(state.spoiled for state in states), "a spoiled or released state cannot go on"
-        self.pool.require(sum(state.pages_missing(len(s.ids)) for state, s in zip(states, segments, strict=True)))
+        assert not any(state.pending for state in states), "drafts are settled before the next call"
+        for segment in segments:
+            can_draft = self.pool.kept is not None and not segment.sweep
+            assert len(segment.drafts) <= int(can_draft), "a step has room for one draft of a sequence"
+        self.pool.require(sum(state.pages_missing(len(s.all_ids)) for state, s in zip(states, segments, strict=True)))
         for state, segment in zip(states, segments, strict=True):
-            state.reserve(len(segment.ids))
+            state.reserve(len(segment.all_ids))
 
     def _first_sweep(self, state: DeviceState) -> None:
         """So that its kernels are compiled and loaded before anybody waits. The state means nothing afterwards."""
@@ -195,17 +235,24 @@ class DeviceModel:
             decoder.close()
 
     def _tokens(self, segments: Sequence[Segment]) -> Generator[list[tuple[int, int, Tensor]], None, None]:
-        """Feeds all ids -> what was fed at once: (segment, place in it, logits until the next step of anything)."""
+        """Feeds all ids -> what was fed at once: (segment, place in it, logits until the next step of anything).
+
+        Those with drafts come first, so that a step of an even number of rows has both of each.
+        """
         pictures = [iter([row for some in segment.rows for row in some]) for segment in segments]
-        left = [(number, place) for number, segment in enumerate(segments) for place in range(len(segment.ids))]
+        order = sorted(range(len(segments)), key=lambda number: not segments[number].drafts)
+        left = [(number, place) for number in order for place in range(len(segments[number].all_ids))]
         while left:
             decoder = [each for each in self.decoders if each.rows <= len(left)][-1]
             fed, left = left[: decoder.rows], left[decoder.rows :]
             rows = []
             for number, place in fed:
-                id_ = segments[number].ids[place]
-                rows.append(Row(self._state(segments[number]), id_, next(pictures[number]) if id_ >= FIRST else None))
+                segment, id_ = segments[number], segments[number].all_ids[place]
+                shown = next(pictures[number]) if id_ >= FIRST else None
+                rows.append(Row(self._state(segment), id_, shown, draft=place >= len(segment.ids)))
             logits = self._run(decoder, rows)
+            if self.tracing:
+                self.tracing.step(decoder.token, [len(segments[number].ids) > 1 for number, _ in fed])
             yield [(number, place, values) for (number, place), values in zip(fed, logits, strict=True)]
 
     def _run(self, decoder: Decoder, rows: list[Row]) -> Tensor:
@@ -216,7 +263,10 @@ class DeviceModel:
         except HandoffError as error:
             raise StepError(self.told(str(error))) from error
         for row in rows:
-            row.state.ids.append(row.id)
+            if row.draft:
+                row.state.pending = Pending([row.id])
+            else:
+                row.state.ids.append(row.id)
         return logits
 
     def _state(self, segment: Segment) -> DeviceState:

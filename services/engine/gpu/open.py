@@ -34,7 +34,7 @@ AWAKE_US = 2000  # workers stay awake between the layers of a token
 class Sizes:
     """`rows`: numbers of rows that a step can have, ascending from 1, as the ledger says; `pages` of KV for all
     sequences; `chunk_tokens` of prompts are read at once; `share` of a layer's experts for the GPU, None: found while
-    running; `guesses`: the next layer's experts are guessed and prefetched; `kept_blocks` of
+    running; `guesses`: the next layer's experts are guessed and prefetched; `drafts` can be tried; `kept_blocks` of
     experts stay in the card's memory."""
 
     sequences: int
@@ -45,6 +45,7 @@ class Sizes:
     kv: Kv = "bf16"
     share: int | None = None
     guesses: bool = True
+    drafts: bool = False
     kept_blocks: int = 0
     vision_bytes: int = 0  # what pictures are read with, in the model's `memory`
 
@@ -80,7 +81,9 @@ def open_device(store: Store, experts: Experts, sizes: Sizes, say: Callable[[str
         say(f"{torch.cuda.get_device_name(device)} takes {share:.1f} of {top_k} experts at first")
         weights = DeviceWeights.load(store.dense(), store.config, device, _Reporter(store, say))
         say(f"{weights.size_bytes / 1e9:.3f} GB of dense weights are on the GPU")
-        pool = DevicePool(store.config, device, places=sizes.sequences, pages=sizes.pages, kv=sizes.kv)
+        pool = DevicePool(
+            store.config, device, places=sizes.sequences, pages=sizes.pages, kv=sizes.kv, drafts=sizes.drafts
+        )
         if sizes.kept_blocks:
             shared.keep_in_vram(sizes.kept_blocks, device)
             assert shared.vram is not None

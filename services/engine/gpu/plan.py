@@ -78,13 +78,21 @@ def plan_device(config: EngineConfig, store: Store, free_bytes: int) -> DevicePl
 
     def choose(vision_bytes: int) -> Wanted:
         """A comfortable context matters most. Then that long prompts do not take for ever, since their time goes with
-        the number of chunks; then a further user; then the largest chunk; then that short prompts are quick."""
+        the number of chunks; then a further user; then the largest chunk; then that short prompts are quick, and that
+        one user's drafts can be tried, both of which take steps of several rows."""
 
         def longest(wanted: Wanted) -> int:
             return longest_context(model, layout, wanted, budget)
 
         tried = [
-            Wanted(sequences=count, kv=kv, chunk_tokens=chunk, vision_bytes=vision_bytes, joined=joined)
+            Wanted(
+                sequences=count,
+                kv=kv,
+                chunk_tokens=chunk,
+                vision_bytes=vision_bytes,
+                joined=joined,
+                drafts=config.speculation != "off" and (joined or count > 1),
+            )
             for count in counts
             for chunk in chunks
             for joined in (True, False)

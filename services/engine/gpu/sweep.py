@@ -27,6 +27,7 @@ from services.engine.gpu.expert_sweep import ExpertSweep
 from services.engine.gpu.ledger import MOST_SEQUENCES, SWEEP_PART, wide_bytes
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.ranges import named
+from services.engine.gpu.tracing import Tracing
 from services.engine.gpu.weights import AttentionWeights, DeviceWeights, MambaWeights, MoeWeights
 from services.engine.model import Segment
 from services.engine.pages import pages_for
@@ -47,7 +48,9 @@ class Part:
 
 
 class Sweep:
-    """For at most `tokens` tokens at once, of sequences of at most `context_tokens`."""
+    """For at most `tokens` tokens at once, of sequences of at most `context_tokens`. `tracing`: of what is routed."""
+
+    tracing: Tracing | None = None
 
     def __init__(
         self, weights: DeviceWeights, pool: DevicePool, experts: ExpertSweep, tokens: int, context_tokens: int
@@ -92,7 +95,9 @@ class Sweep:
     def _layers(
         self, segments: Sequence[Segment], states: Sequence[DeviceState], counts: Sequence[int]
     ) -> Generator[float, None, Tensor]:
-        total = sum(counts)
+        total, tracing = sum(counts), self.tracing
+        if tracing:
+            tracing.begin_sweep()
         parts = self._parts(counts, states)
         self._embed(segments)
         for row, state in enumerate(states):
@@ -118,6 +123,8 @@ class Sweep:
                     with named("sweep: router and shared expert of layer", number):
                         for part in parts:
                             self._route(layer, weight, part.rows)
+                    if tracing:
+                        tracing.sweep(self.chosen[:total], self.chosen_weights[:total])
                     running = self.experts.run(
                         place, self.chosen[:total], self.chosen_weights[:total], self.latent[:total],
                         self.routed[:total],
@@ -126,6 +133,8 @@ class Sweep:
                         yield (number + share) / layers
                     for part in parts:
                         dense.linear(self.routed[part.rows], layer.fc2, self.x[part.rows], "add", precise=True)
+        if tracing:
+            tracing.end_sweep()
         return self._logits(torch.tensor(counts).cumsum(0) - 1)
 
     def _parts(self, counts: Sequence[int], states: Sequence[DeviceState]) -> list[Part]:

@@ -1,7 +1,8 @@
 """The launches of one step for a fixed number of rows, a token each: all layers, in order, on the current stream.
 
 Rows are of different sequences, or next to each other and in order the consecutive tokens of one: in every layer a
-row finds what the row before it left, so its bits are those of a step of its own.
+row finds what the row before it left, so its bits are those of a step of its own. A row that is a draft, the last of
+its sequence, leaves no more than what the pool keeps of it, and keys and values beyond the sequence's end.
 
 Owns the buffers between the layers and what is copied to and from the host; weights, states and pages are given. Every
 buffer is made at construction, so that `launch` can be captured. What a token changes for good is the residual stream
@@ -11,6 +12,7 @@ A token can go on from the middle: `launch(first, posted=True)` begins at MoE la
 that a layer's router weights and latent input are kept until the token's end.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,20 +51,23 @@ class TokenInputs:
             return host, torch.zeros(shape, dtype=dtype, device=device)
 
         self.host_x, self.x = both(rows, hidden, dtype=torch.float32)
-        self.host_numbers, numbers = both(rows * (2 + most_pages), dtype=torch.int32)
+        self.host_numbers, numbers = both(rows * (3 + most_pages), dtype=torch.int32)
         self.numbers = numbers
-        sizes = [rows, rows, rows * most_pages]
-        self.slots, self.lengths, self.tables = (part for part in torch.split(numbers, sizes))
+        sizes = [rows, rows, rows, rows * most_pages]
+        self.slots, self.lengths, self.drafts, self.tables = (part for part in torch.split(numbers, sizes))
         self.tables = self.tables.view(rows, most_pages)
-        self.host_slots, self.host_lengths, tables = torch.split(self.host_numbers, sizes)
+        self.host_slots, self.host_lengths, self.host_drafts, tables = torch.split(self.host_numbers, sizes)
         self.host_tables = tables.view(rows, most_pages)
 
-    def fill(self, states: list[DeviceState]) -> None:
+    def fill(self, states: list[DeviceState], drafts: Sequence[bool] = ()) -> None:
         """Of the token that each state takes next; a state that is there again takes the one behind that, and must
-        follow itself. Their pages must be reserved. Embeddings are the caller's to fill."""
+        follow itself. Their pages must be reserved. `drafts`: which rows are; none, if nothing is said. Embeddings are
+        the caller's to fill."""
+        self.host_drafts.copy_(torch.tensor(drafts or [False] * len(states)))
         for row, state in enumerate(states):
             again = row > 0 and states[row - 1] is state
             assert again or all(other is not state for other in states[:row]), "a sequence's rows are neighbours"
+            assert not (again and self.host_drafts[row - 1]), "a draft is the last of its sequence"
             self.host_slots[row] = state.place
             self.host_lengths[row] = self.host_lengths[row - 1] + 1 if again else state.tokens + 1
             pages = state.pages[: self.host_tables.shape[1]]
@@ -96,6 +101,10 @@ class Token:
 
         self.inputs = TokenInputs(rows, config.hidden_size, -(-context_tokens // PAGE_TOKENS), device)
         self.x = self.inputs.x
+        self.drafts = [
+            None if pool.kept is None else mamba.Drafts(self.inputs.drafts, pool.kept[:, layer])
+            for layer in range(len(config.mamba_layers))
+        ]
         self.projected, self.y = new(rows, self.sizes.rows), new(rows, self.sizes.inner)
         self.mixed = new(rows, self.sizes.inner)
         self.arrived = new(rows, self.sizes.groups, dtype=torch.int32)
@@ -107,8 +116,9 @@ class Token:
         layers, top_k = len(config.moe_layers), config.experts_per_token
         self.scores, self.next_scores = new(rows, config.experts), new(rows, config.experts)
         self.latent = new(layers, rows, config.latent_size)
-        self.chosen = new(2 if turns.guesses else 1, rows, top_k, dtype=torch.int32)  # of this layer, then guesses
-        self.chosen_weights, self.unused_weights = new(layers, rows, top_k), new(rows, top_k)
+        # What a layer's router chose, then guesses at the next layer's: kept until the token's end for who traces it.
+        self.chosen = new(layers, 2 if turns.guesses else 1, rows, top_k, dtype=torch.int32)
+        self.chosen_weights, self.guessed_weights = new(layers, rows, top_k), new(layers, rows, top_k)
         self.shared, self.routed = new(rows, config.shared_width), new(rows, config.latent_size)
         self.logits = new(rows, config.vocab_size)
         self.host_logits = torch.zeros(self.logits.shape, pin_memory=device.type == "cuda")
@@ -139,11 +149,11 @@ class Token:
         pool, stop, slots = self.pool, self.turns.stop, self.inputs.slots
         mamba.in_proj(
             self.x, layer.norm, layer.in_proj, self.sizes, layer.conv_weight, layer.conv_bias, pool.conv[:, index],
-            slots, self.projected, stop=stop,
+            slots, self.projected, stop=stop, drafts=self.drafts[index],
         )  # fmt: skip
         mamba.update(
             self.projected, self.sizes, layer.a, layer.d, layer.dt_bias, pool.ssm[:, index], slots, layer.inner_norm,
-            layer.norm.eps, self.y, self.arrived, self.mixed, stop=stop,
+            layer.norm.eps, self.y, self.arrived, self.mixed, stop=stop, drafts=self.drafts[index],
         )  # fmt: skip
         linear(self.mixed, layer.out_proj, self.x, "add", stop=stop)
 
@@ -165,12 +175,13 @@ class Token:
             parts.append((following.gate, self.next_scores, "store"))
         linears(self.x, parts, layer.norm)
         choice = (config.experts_per_token, config.routed_scale, config.norm_topk)
-        router.choose(self.scores, layer.bias, *choice, self.chosen[0], self.chosen_weights[index])
+        router.choose(self.scores, layer.bias, *choice, self.chosen[index, 0], self.chosen_weights[index])
         if following is not None:
             # This layer's input is a good guess at the next one's: its router is often right a layer early.
-            router.choose(self.next_scores, following.bias, *choice, self.chosen[1], self.unused_weights)
+            guessed = self.chosen[index, 1], self.guessed_weights[index]
+            router.choose(self.next_scores, following.bias, *choice, *guessed)
         if self.replay is None:
-            self.turns.post(index, self.chosen, self.latent[index])
+            self.turns.post(index, self.chosen[index], self.latent[index])
         else:
             self.turns.post(index, self.replay.ids[index], self.replay.x[index])
         linear(self.x, layer.shared_up, self.shared, "relu2", layer.norm)
