@@ -133,8 +133,6 @@ def load(
             network, new_state = device.model, DeviceState
             if trace is not None:
                 device.model.trace(trace)
-            if trace is not None:
-                device.model.trace(trace)
             pool: PagePool = device.pool
         else:
             network = Model(store.dense(), store.config, experts, trace)

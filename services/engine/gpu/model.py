@@ -26,7 +26,6 @@ from kernels.experts.host.binding import BlockError
 from kernels.mamba.settle import settle
 from services.engine.errors import DeviceError, StepError
 from services.engine.experts.trace import Recorder
-from services.engine.experts.trace import Recorder
 from services.engine.gpu import counts, sweep
 from services.engine.gpu.counts import DeviceCounts
 from services.engine.gpu.decoder import Decoder, Placement, Row
@@ -35,7 +34,6 @@ from services.engine.gpu.ledger import MOST_SEQUENCES, sweep_room_bytes
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.room import Room
 from services.engine.gpu.sweep import Sweep
-from services.engine.gpu.tracing import Tracing
 from services.engine.gpu.tracing import Tracing
 from services.engine.gpu.weights import DeviceWeights, MambaWeights
 from services.engine.model import GaveWay, Segment
@@ -48,8 +46,6 @@ FIRST_SWEEP_TOKENS = 9
 
 class DeviceModel:
     """Captures its graphs at construction, which takes as long as compiling the kernels does."""
-
-    tracing: Tracing | None = None
 
     tracing: Tracing | None = None
 
@@ -101,12 +97,6 @@ class DeviceModel:
         """Of all Mamba layers, a and dt_bias: float32 [layers, heads]."""
         layers = [layer for layer in self.weights.layers if isinstance(layer, MambaWeights)]
         return torch.stack([layer.a for layer in layers]), torch.stack([layer.dt_bias for layer in layers])
-
-    def trace(self, recorder: Recorder) -> None:
-        """From now on it is recorded what is routed."""
-        self.tracing = Tracing(recorder)
-        if self.sweep:
-            self.sweep.tracing = self.tracing
 
     def trace(self, recorder: Recorder) -> None:
         """From now on it is recorded what is routed."""
