@@ -1,5 +1,6 @@
 """What a GPU routes becomes a trace of whole calls: steps as they end, sweeps once they have ended. And on a GPU."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -7,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from interpreted_step import IDS, Experts, Sequences, interpreted, weights
 from torch import Tensor
 
 from services.engine.experts.store import Store
@@ -79,6 +81,28 @@ def test_a_sweep_is_a_call_though_steps_run_between_its_layers(tmp_path: Path) -
     routing = trace.routing()
     assert routing.rows_of_step.tolist() == [1] * 9 + [9] * 3
     assert routing.layer.tolist() == [0, 1, 2] * 4
+
+
+@pytest.mark.usefixtures(interpreted.__name__)
+def test_what_a_step_posts_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    posted: list[Tensor] = []
+    post = Experts.post
+
+    def spied(self: Experts, layer: int, ids: Tensor, x: Tensor) -> None:
+        posted.append(ids[0].cpu())
+        post(self, layer, ids, x)
+
+    monkeypatch.setattr(Experts, "post", spied)
+    sequences = Sequences(weights(), [1, 2])
+    recorder = Recorder(tmp_path / "trace", replace(HEADER, layers=1, experts=5, top_k=2), 1 << 20)
+    sequences.model.trace(recorder)
+    sequences.read([(0, IDS[0][:3]), (1, IDS[1][:1])])
+    recorder.close()
+    trace = read_trace(tmp_path / "trace")
+    assert trace.rows["call"].tolist() == [0, 0, 1, 1]
+    assert np.array_equal(trace.rows["ids"], torch.cat(posted).numpy())
+    assert (trace.prompt_tokens, trace.decoded_tokens) == (3, 1)
+    assert (trace.rows["scores"] > 0).all()
 
 
 @pytest.mark.gpu
