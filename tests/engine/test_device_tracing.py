@@ -89,7 +89,7 @@ def test_what_a_step_posts_is_recorded(tmp_path: Path, monkeypatch: pytest.Monke
     post = Experts.post
 
     def spied(self: Experts, layer: int, ids: Tensor, x: Tensor) -> None:
-        posted.append(ids[0].cpu())
+        posted.append(ids[0].to("cpu", copy=True))
         post(self, layer, ids, x)
 
     monkeypatch.setattr(Experts, "post", spied)

@@ -36,7 +36,7 @@ class Tracing:
 
     def sweep(self, ids: Tensor, weights: Tensor) -> None:
         """Its next layer: int32 and float32 [tokens, top_k] on the card, which is waited for."""
-        self._layers.append((ids.cpu(), weights.cpu()))
+        self._layers.append((ids.to("cpu", copy=True), weights.to("cpu", copy=True)))
 
     def end_sweep(self) -> None:
         for layer, (ids, weights) in enumerate(self._layers):
