@@ -22,6 +22,7 @@ BENCHMARKS = {
     "decode": ("services.tools.bench_decode", "whole tokens on GPU and CPU: the published method, ours, and the floor"),
     "snapshots": ("services.tools.bench_snapshots", "a dialog's state from Redis and from memory, beside a raw read"),
     "speculation": ("services.tools.bench_speculation", "answers with and without drafts, on the processor"),
+    "drafts": ("services.tools.bench_drafts", "answers on the GPU with and without drafts, against the plan"),
     "scan": ("services.tools.bench_scan", "the Mamba scan of a prompt on the GPU, token by token and by chunks"),
     "stall": ("services.tools.bench_stall", "an answer on the GPU while a long prompt is read beside it"),
     "prefill": ("services.tools.bench_prefill", "prompts on the GPU, by length and by the share of experts in RAM"),

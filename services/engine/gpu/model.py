@@ -6,7 +6,7 @@ bits depend neither on how its segment was cut nor on what else was in the call.
 at most one. One thread's.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import cached_property
@@ -34,6 +34,7 @@ from services.engine.gpu.ledger import MOST_SEQUENCES, sweep_room_bytes
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.room import Room
 from services.engine.gpu.sweep import Sweep
+from services.engine.gpu.token import Replay
 from services.engine.gpu.tracing import Tracing
 from services.engine.gpu.weights import DeviceWeights, MambaWeights
 from services.engine.model import GaveWay, Segment
@@ -61,10 +62,11 @@ class DeviceModel:
         shared_bytes: int = 0,
         placement: Placement | None = None,
         told: Callable[[str], str] = str,
+        replays: Mapping[int, Replay] | None = None,
     ) -> None:
         """`rows`: numbers of rows that steps can have, ascending from 1. `chunk_tokens` are read at once; 0: all
         segments take the decode path. `shared_bytes`: of `memory`, at least, which others may use while no sweep is
-        under way. `told`: makes what a failed read says fit for clients."""
+        under way. `told`: makes what a failed read says fit for clients. `replays`: by rows, for benchmarks."""
         self.pool, self.config, self.told, self.weights = pool, weights.config, told, weights
         self.spent = Spent()
         self.decoders: list[Decoder] = []
@@ -78,7 +80,10 @@ class DeviceModel:
                 experts = ExpertSweep(slots.host, self.config.experts_per_token, chunk_tokens, room)
                 self.sweep = Sweep(weights, pool, experts, chunk_tokens, context_tokens)
             for count in rows:
-                self.decoders.append(Decoder(weights, pool, slots, count, context_tokens, placement or Placement()))
+                replay = (replays or {}).get(count)
+                self.decoders.append(
+                    Decoder(weights, pool, slots, count, context_tokens, placement or Placement(), replay)
+                )
             with ThreadPoolExecutor(len(self.decoders)) as threads:
                 list(threads.map(lambda decoder: decoder.compile([scratch] * decoder.rows), self.decoders))
             for decoder in self.decoders:
