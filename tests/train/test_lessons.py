@@ -14,6 +14,7 @@ from services.tools.score.questions import held_out_words, questions, sums_in, t
 from services.tools.train_demo import documents, lesson_sums, lesson_tools
 from services.tools.train_demo.chats import Renderer
 from services.tools.train_demo.documents import Source
+from services.tools.train_demo.lesson_copying import Copying
 from services.tools.train_demo.lesson_slots import Found, Slots
 from services.tools.train_demo.lessons import Lessons
 from services.tools.train_demo.prepare import asked_in, asks_exam
@@ -95,6 +96,38 @@ def test_training_shows_what_a_served_model_sees(think: bool) -> None:
             assert not scored[len(served) - 1]
         other = words.template.prompt(asked, one["tools"], {"enable_thinking": not think})
         assert ids[: len(words.tokenizer.encode(other.text))] != words.tokenizer.encode(other.text)
+
+
+def test_a_copy_has_nothing_that_was_not_there_before() -> None:
+    """Words of what is to be learnt, in documents of every kind; spelling is of letters."""
+    made = Copying(5, Found.of([TEXT]))
+    held = {word for word in held_out_words() if len(word) > 2}  # a note may well say "at"
+    format_words, found = {"tool", "call", "function", "parameter", "and"}, Counter[bool]()
+    for kind in (made.again, made.table, made.call, made.pattern):
+        for _ in range(100):
+            before = ""
+            for text, learnt in kind():
+                words = set(re.findall(r"[^\W_]+", text))
+                known = words - format_words <= set(re.findall(r"[^\W_]+", before))
+                found[known] += learnt
+                assert known or not learnt
+                assert not held & {word.lower() for word in re.findall(r"\w+", text)}
+                before += text
+    assert found[True] > 500
+    for pair in (made.spelling() for _ in range(50)):
+        for (shown, _), (wanted, learnt) in zip(pair[::2], pair[1::2], strict=True):
+            letters = "".join(filter(str.isalpha, shown.replace(" is spelled ", "")))
+            assert learnt
+            assert letters == "".join(filter(str.isalpha, wanted))
+
+
+def test_pieces_are_learnt_by_where_their_tokens_begin() -> None:
+    renderer = Renderer.of(DEMO)
+    ids, scored = renderer.pieces([("one two", False), (" three four", True), (" five", False)])
+    whole = renderer.ids("one two three four five")
+    assert ids == whole.tolist()
+    learnt = [one for one, wanted in zip(ids, scored, strict=True) if wanted]
+    assert learnt == renderer.ids(" three four").tolist()
 
 
 def test_sums_are_right() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from services.engine.checkpoint import Checkpoint
+from services.engine.errors import CheckpointError
 from services.engine.experts.streamer import open_experts
 from services.engine.model import Model, Segment
 from services.engine.pages import PagePool, pages_for
@@ -172,6 +173,51 @@ def test_the_engine_computes_what_was_trained(finished: Path, tmp_path: Path) ->
         rounded, plain = trained(Rounding()), trained(None)
     assert float(divergence(rounded, found).max()) < 1e-5
     assert float(divergence(plain, found).max()) > 1e-4  # without rounding it would show
+
+
+def test_a_run_begins_with_what_another_has_exported(finished: Path, prepared: Path, tmp_path: Path) -> None:
+    bf16, run = tmp_path / "bf16", tmp_path / "run"
+    shutil.copytree(prepared, run)
+    small = ["--size", "tiny", "--device", "cpu"]
+    assert main(["train-demo", "export", str(finished), str(bf16), *small]) == 0
+    begun = opened(run)
+    begun.begin_from(bf16, "chat")
+    there = opened(finished).network.state_dict()
+    for name, value in begun.network.state_dict().items():
+        exact = name.endswith(("gate.weight", "e_score_correction_bias"))
+        assert torch.equal(value, there[name] if exact else there[name].bfloat16().float())
+    assert main(["train-demo", "chat", str(run), "--from", str(bf16), "--steps", str(PERIOD), *small]) == 0
+    first = next(csv.DictReader((run / "loss.csv").read_text().splitlines()))
+    known = measure(opened(finished), "books", False)
+    assert first["stage"] == "chat"
+    assert float(first["rate"]) < 0.2 * TINY.rates["chat"][0]  # warms up anew
+    assert measure(opened(run), "books", False).per_token < 1.2 * known.per_token
+    assert opened(run).stage("quantise", 10, PERIOD, 1)
+    with pytest.raises(TrainingError, match="has begun already"):
+        opened(run).begin_from(bf16, "chat")
+
+
+def test_a_checkpoint_of_another_size_is_refused(prepared: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(prepared, run)
+    begun = opened(run)
+    before = {name: value.clone() for name, value in begun.network.state_dict().items()}
+    with pytest.raises(CheckpointError, match="backbone"):
+        begun.begin_from(shapes.DEMO, "chat")
+    assert all(torch.equal(value, before[name]) for name, value in begun.network.state_dict().items())
+
+
+def test_what_is_dropped_is_of_the_step(finished: Path) -> None:
+    training = opened(finished)
+    sources = documents.load(finished / "documents")
+    batch = Rows(sources, dict.fromkeys(sources, 1.0), 64, 4, 1).batch(Position())
+
+    def loss(drop: float, seed: int) -> float:
+        torch.manual_seed(seed)
+        return float(training.losses(batch, None, drop=drop).model.detach())
+
+    assert loss(0.1, 1) == loss(0.1, 1) != loss(0.1, 2)
+    assert loss(0.0, 1) == loss(0.0, 2)
 
 
 def test_what_is_measured_improves_with_training(finished: Path, prepared: Path) -> None:

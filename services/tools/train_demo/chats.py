@@ -7,7 +7,7 @@ prompt, with thinking or without as the answer has it. Owns no file but what it 
 import gzip
 import json
 import lzma
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,19 @@ class Renderer:
             end = whole.find(END, len(prompt)) + len(END)
             if whole.startswith(prompt) and end >= len(END):
                 spans.append((len(prompt), end))
+        return self._scored(whole, spans)
+
+    def pieces(self, pieces: Iterable[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
+        """A text in pieces, each with whether it is learnt."""
+        whole, spans = "", []
+        for text, learnt in pieces:
+            if learnt:
+                spans.append((len(whole), len(whole) + len(text)))
+            whole += text
+        return self._scored(whole, spans)
+
+    def _scored(self, whole: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+        """Ids of `whole`; learnt are those that begin in one of `spans`."""
         encoding = self._tokenizer.encode(whole, add_special_tokens=False)
         scored, at = [False] * len(encoding.ids), 0
         for place, (begin, _) in enumerate(encoding.offsets):

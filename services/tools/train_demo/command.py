@@ -5,6 +5,8 @@ pretrain, chat, quantise    train, each for at most --minutes a run; a stage tha
 measure    what RUN has reached on held-out texts
 curve      RUN/loss.csv as a picture
 export     RUN -> a BF16 checkpoint, for `thimble quantize`
+
+A stage with --from begins a run of its own, with the weights that another one has exported.
 """
 
 import argparse
@@ -20,6 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("run", type=Path, help="folder of this training, for everything")
     parser.add_argument("out", type=Path, nargs="?", help="export: folder of the checkpoint; curve: the PNG file")
+    parser.add_argument(
+        "--from", dest="start", type=Path, metavar="CHECKPOINT", help="begin with an exported checkpoint's weights"
+    )
     parser.add_argument(
         "--corpus", type=Path, help="prepare: folder with pretrain, pretrain_val, chat, chat_val .jsonl[.gz|.xz]"
     )
@@ -50,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(1)  # torch's threads spin while they wait for one another
     training = Training(args.run, shapes.RECIPES[args.size], device, print)
     if args.step in shapes.STAGES:
+        if args.start is not None:
+            training.begin_from(args.start, args.step)
         training.stage(args.step, args.minutes, args.steps, args.stage_minutes, args.sparsity)
     elif args.step == "measure":
         from services.tools.train_demo.measuring import measure

@@ -1,4 +1,4 @@
-"""The trained weights as a BF16 checkpoint in the real model's names, in small files, for `thimble quantize`.
+"""The trained weights as a BF16 checkpoint in the real model's names, in small files, for `thimble quantize`; and back.
 
 The rounding that the last stage trained with is exactly what quantizing these files does. Owns names and files.
 """
@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.engine.checkpoint import INDEX
+from services.engine.checkpoint import INDEX, weight_files
+from services.engine.errors import CheckpointError
 from services.engine.experts.store import TEXT_FILES
-from services.engine.tensorfile import write_tensors
+from services.engine.tensorfile import read_header, write_tensors
 from services.tools.train_demo.network import Network
 
 SHARD_BYTES = 12_000_000
@@ -31,6 +32,33 @@ def checkpoint_tensors(network: Network) -> dict[str, Tensor]:
         else:
             found[name] = value
     return found
+
+
+def load(network: Network, checkpoint: Path) -> None:
+    """The network gets the weights of a checkpoint that `export` wrote, of a network of the same shape.
+
+    Raises CheckpointError, and has changed nothing.
+    """
+    entries = {name: entry for path in weight_files(checkpoint) for name, entry in read_header(path).items()}
+    wanted = checkpoint_tensors(network)
+    shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+    if other := {name for name, shape in shapes.items() if name not in entries or entries[name].shape != shape} or (
+        entries.keys() - shapes.keys()
+    ):
+        raise CheckpointError(
+            f"{checkpoint}: {len(other)} tensors are not this model's, {min(other)} among them; give a folder that "
+            f"`thimble train-demo export` wrote of a model of this size"
+        )
+    state: dict[str, Tensor] = {}
+    for name, value in network.state_dict().items():
+        name_there = name if name.startswith(("lm_head", "mtp.")) else f"backbone.{name}"
+        stem, _, part = name_there.rpartition(".")
+        if stem.endswith(".experts"):
+            names = [f"{stem}.{number}.{part}.weight" for number in range(len(value))]
+            state[name] = torch.stack([entries[one].read().float() for one in names])
+        else:
+            state[name] = entries[name_there].read().float()
+    network.load_state_dict(state)
 
 
 def export(network: Network, run: Path, out: Path) -> int:

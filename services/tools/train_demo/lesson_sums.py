@@ -76,6 +76,9 @@ def order(slots: Slots) -> Chat:
         (
             (f"Which number comes after {a}?", f"After {a} comes {a + 1}."),
             (f"Which number comes before {a}?", f"Before {a} comes {a - 1}."),
+            (f"What comes right after {a}?", f"{a + 1} comes after {a}."),
+            (f"Tell me the number just before {a}.", f"{a - 1} comes before {a}."),
+            (f"What is one less than {a}?", f"One less than {a} is {a - 1}."),
             (f"What is the next number after {a}?", f"The next number is {a + 1}."),
             (f"What is one more than {a}?", f"One more than {a} is {a + 1}."),
             (f"Which is bigger, {a} or {b}?", f"{max(a, b)} is bigger."),

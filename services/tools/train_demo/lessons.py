@@ -24,15 +24,16 @@ class Lessons:
         self.random = self.slots.random
         self._short = short
         self._kinds: list[tuple[float, Callable[[], Chat]]] = [
-            (5, lambda: lesson_tools.tool_call(self.slots)),
+            (6, lambda: lesson_tools.tool_call(self.slots)),
             (2, lambda: lesson_sums.sums(self.slots)),
             (1, lambda: lesson_sums.order(self.slots)),
             (3.5, lambda: lesson_sums.word_problem(self.slots)),
-            (3, self.facts),
-            (1, self.told),
+            (4, self.facts),
+            (1.5, self.told),
             (2.5, self.memory),
             (0.7, self.repeat),
             (0.8, self.capitals),
+            (0.7, self.calendar),
             (1, self.lists),
             (1, self.tools_unneeded),
         ]
@@ -69,8 +70,13 @@ class Lessons:
                 (WORDS["COLOURS"], "{} likes the colour {}.", ("Which colour does {} like?",), "Who likes {}?"),
                 (foods, "{} likes {}.", ("What does {} like?", "What does {} like to eat?"), "Who likes {}?"),
                 (foods, "{} bought {}.", ("What did {} buy?", "What has {} bought?"), "Who bought {}?"),
-                (animals, "{} has a {}.", ("What animal does {} have?", "Which pet does {} have?"), "Who has the {}?"),
-                (jobs, "{} is a {}.", ("What is the job of {}?", "What does {} do?"), "Who is the {}?"),
+                (animals, "{} has a {}.", ("What animal does {} have?", "Which pet does {} have?"), "Who has a {}?"),
+                (
+                    jobs,
+                    "{} is a {}.",
+                    ("What is the job of {}?", "What does {} do?"),
+                    pick(("Who is the {}?", "Who is a {}?")),
+                ),
                 (things, "{} has the {}.", ("What does {} have?",), "Who has the {}?"),
                 (towns, "{} lives in {}.", ("Where does {} live?", "In which town does {} live?"), "Who lives in {}?"),
                 (WORDS["SPOTS"], "The {} is {}.", ("Where is the {}?", "Where can I find the {}?"), "What is {}?"),
@@ -199,6 +205,8 @@ class Lessons:
                     f"Tell me the capital of {country}.",
                     f"Do you know the capital of {country}?",
                     f"The capital of {country}, please.",
+                    f"And {country}'s capital?",
+                    f"{country}: what is its capital?",
                 )
             )
             answer = f"The capital of {country} is {countries[country]}."
@@ -207,6 +215,27 @@ class Lessons:
                 {"role": "assistant", "content": answer},
             ]
         return {"messages": messages}
+
+    def calendar(self) -> Chat:
+        """What follows what, and how many there are."""
+        pick = self.random.choice
+        word, names = pick((("day", WORDS["DAYS"]), ("month", WORDS["MONTHS"])))
+        at = self.random.randrange(len(names))
+        one, before, after = names[at], names[at - 1], names[(at + 1) % len(names)]
+        asked, answer = pick(
+            (
+                ((f"Which {word} is after {one}?", f"What {word} follows {one}?", f"{one} is over. What comes next?",
+                  f"Today it is {one}. What is the next {word}?", f"Which {word} comes next after {one}?"),
+                 pick((f"After {one} comes {after}.", f"{after} comes after {one}."))),
+                ((f"Which {word} is before {one}?", f"What comes just before {one}?", f"Before {one} is which {word}?"),
+                 pick((f"Before {one} comes {before}.", f"{before} comes before {one}."))),
+                (("How many days does a week have?", "Count the days of a week.", "A week has how many days?",
+                  "How long is a week?"), "A week has 7 days."),
+                (("How many months does a year have?", "A year has how many months?", "Count the months of a year.",
+                  "How many months make a year?"), "A year has 12 months."),
+            )
+        )  # fmt: skip
+        return {"messages": [{"role": "user", "content": pick(asked)}, {"role": "assistant", "content": answer}]}
 
     def lists(self) -> Chat:
         pick = self.random.choice

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
+from torch.nn.functional import dropout, linear, rms_norm, scaled_dot_product_attention
 
 from services.engine.model_config import ModelConfig
 from services.tools.train_demo import experts, scan
@@ -31,6 +31,7 @@ class Pass:
     zeros: list[Tensor]  # of each expert layer: share of values behind relu that are exactly zero
     fused: Fused | None = None
     wants_sparsity: bool = False  # of the fused parts
+    drop: float = 0.0  # share of what each layer adds that is left out, by torch's own random numbers
 
 
 class Linear(nn.Module):
@@ -236,9 +237,9 @@ class Layer(nn.Module):
             with torch.autocast(x.device.type, enabled=False):  # fused parts say themselves what is in which dtype
                 whole: Tensor | None = self.mixer.fused(x, self.norm, run, run.fused)
             if whole is not None:
-                return whole
-        out: Tensor = x + self.mixer(self.norm(x), run)
-        return out
+                return x + dropout(whole - x, run.drop) if run.drop else whole
+        added: Tensor = self.mixer(self.norm(x), run)
+        return x + (dropout(added, run.drop) if run.drop else added)
 
 
 class Draft(nn.Module):
@@ -292,10 +293,11 @@ class Network(nn.Module):
         watch: bool = False,
         fused: Fused | None = None,
         wants_sparsity: bool = False,
+        drop: float = 0.0,
     ) -> tuple[Tensor, Pass]:
         """Hidden states behind the final norm, float32 [rows, tokens, hidden], of ids int64 [rows, tokens]."""
         run = start(documents, rounding, watch)
-        run.fused, run.wants_sparsity = fused, wants_sparsity
+        run.fused, run.wants_sparsity, run.drop = fused, wants_sparsity, drop
         x = self.embeddings(ids).float()
         for layer in self.layers:
             x = layer(x, run)

@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -26,6 +27,7 @@ from services.tools.score.questions import asked_in_exam, held_out_sums, sums_in
 from services.tools.train_demo import documents, lesson_pictures, tokenizer
 from services.tools.train_demo.chats import Renderer, records
 from services.tools.train_demo.documents import Source
+from services.tools.train_demo.lesson_copying import Copying
 from services.tools.train_demo.lesson_slots import Found
 from services.tools.train_demo.lessons import Chat, Lessons
 from services.tools.train_demo.shapes import DEMO, MIXTURE, STAGES
@@ -75,11 +77,10 @@ def prepare(corpus: Path, run: Path, vocabulary: int, lessons: int, say: Callabl
         _write(run, name, partial(_rendered_all, renderer, group), say)
     sizes = [min(BLOCK, lessons - first) for first in range(0, lessons, BLOCK)]
     rendered = partial(_rendered, run=run, countries=countries, found=found, short=short)
-    if len(sizes) > 1:
-        with ProcessPoolExecutor(os.cpu_count()) as pool:
-            _write(run, "lessons", lambda: chain.from_iterable(pool.map(rendered, range(len(sizes)), sizes)), say)
-    else:
-        _write(run, "lessons", lambda: chain.from_iterable(map(rendered, range(len(sizes)), sizes)), say)
+    with ProcessPoolExecutor(os.cpu_count()) if len(sizes) > 1 else nullcontext() as pool:
+        run_each = pool.map if pool else map
+        _write(run, "lessons", lambda: chain.from_iterable(run_each(rendered, range(len(sizes)), sizes)), say)
+    _write(run, "copying", lambda: copying(renderer, found, min(MIXTURE["copying"], lessons)), say)
     held_out = [
         Source.of("books", False, (renderer.text(one["text"]) for one in records(_file(corpus, "pretrain_val")))),
         Source.of("chats", True, (renderer.chat(one["messages"], None) for one in records(_file(corpus, "chat_val")))),
@@ -119,6 +120,12 @@ def pictures(count: int) -> Iterator[Chat]:
     drawn = random.Random(MIXTURE["seed"])
     for _ in range(count):
         yield lesson_pictures.told(drawn)
+
+
+def copying(renderer: Renderer, found: Found, count: int) -> Iterator[tuple[list[int], list[bool]]]:
+    made = Copying(MIXTURE["seed"], found)
+    for _ in range(count):
+        yield renderer.pieces(made.document())
 
 
 def made_up(

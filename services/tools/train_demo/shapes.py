@@ -42,7 +42,10 @@ class Recipe:
     warm_up_steps: int
     rates: dict[str, tuple[float, float]]
     balance: dict[str, float]  # what a step adds to the bias of an expert that has too little
-    weight_decay: float = 0.1
+    # The corpus is read twenty times over. With a decay of 0.1 and nothing dropped, what had been read was known by
+    # heart: 2.35 nats a token where books never seen took 2.98.
+    weight_decay: float = 0.8  # of matrices but routers and convolutions
+    drop: float = 0.1
     clip: float = 1.0
     draft_weight: float = 0.3
 
@@ -52,7 +55,7 @@ RECIPES = {
         64,
         1024,
         150,
-        {"pretrain": (3e-3, 1.2e-3), "chat": (1.2e-3, 3e-4), "quantise": (3e-4, 0.0)},
+        {"pretrain": (3e-3, 1.5e-3), "chat": (1.5e-3, 3e-4), "quantise": (3e-4, 0.0)},
         {"pretrain": 1e-3, "chat": 3e-4, "quantise": 1e-4},
     ),
     "tiny": Recipe(

@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy, linear
 from services.engine.model_config import ModelConfig, read_config
 from services.tools.train_demo import documents
 from services.tools.train_demo.documents import Batch, Position, Rows
+from services.tools.train_demo.export import load
 from services.tools.train_demo.fused import Fused
 from services.tools.train_demo.network import Network
 from services.tools.train_demo.rehearsal import rehearsed
@@ -32,6 +33,7 @@ from services.tools.train_demo.shapes import MIXTURE, STAGES, Recipe
 PERIOD = 16  # steps between two searches for scales; runs end at multiples of it
 TIMED_STEPS = 3 * PERIOD  # after which the length of a stage is worked out from its minutes
 SAVE_S = 150.0
+KEPT = ("gate.weight", "conv1d.weight")  # no weight decay: too few to know anything by heart
 COLUMNS = ("stage", "step", "tokens", "loss", "draft_loss", "rate", "load_max_over_mean", "zeros", "seconds")
 
 
@@ -49,6 +51,7 @@ class Progress:
     steps: int = 0
     planned: int | None = None
     tokens: int = 0  # of all stages
+    first: str = STAGES[0]  # where this run began
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,9 @@ class Training:
         self.run_folder, self.recipe, self.device, self.say = run, recipe, device, say
         self.half = device.startswith("cuda")  # matrix products in BF16
         self.network = Network(ModelConfig.from_hf(read_config(run))).to(device)
-        matrices = [p for p in self.network.parameters() if p.dim() > 1]
-        others = [p for p in self.network.parameters() if p.dim() <= 1]
+        decayed = {name: p.dim() > 1 and not name.endswith(KEPT) for name, p in self.network.named_parameters()}
+        matrices = [p for name, p in self.network.named_parameters() if decayed[name]]
+        others = [p for name, p in self.network.named_parameters() if not decayed[name]]
         self.optimiser = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}],
             betas=(0.9, 0.95),
@@ -128,7 +132,24 @@ class Training:
         self.say(f"{stage}: {done.steps} of {done.planned} steps")
         return done.planned is not None and done.steps >= done.planned
 
-    def losses(self, batch: Batch, rounding: Rounding | None, watch: bool = False, sparsity: bool = False) -> "Losses":
+    def begin_from(self, checkpoint: Path, stage: str) -> None:
+        """A new run whose weights are those of a checkpoint that was exported, and whose first stage is `stage`.
+
+        Raises TrainingError if the run has begun, CheckpointError if the checkpoint is another model's.
+        """
+        if (self.run_folder / "state.pt").exists():
+            raise TrainingError(f"{self.run_folder}: has begun already; go on with it without --from")
+        load(self.network, checkpoint)
+        self.progress = Progress(stage, first=stage)
+
+    def losses(
+        self,
+        batch: Batch,
+        rounding: Rounding | None,
+        watch: bool = False,
+        sparsity: bool = False,
+        drop: float = 0.0,
+    ) -> "Losses":
         """Sparsity and zeros are 0 unless watched, or fused; then sparsity is 0 unless wanted."""
         ids, targets, places = (
             torch.from_numpy(t).to(self.device, non_blocking=True) for t in (batch.ids, batch.targets, batch.documents)
@@ -137,7 +158,7 @@ class Training:
         after = torch.where(places[:, :-1] == places[:, 1:], targets[:, 1:], documents.NOT_SCORED)
         after = torch.cat((after, nobody), dim=1)
         with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.half):
-            hidden, run = self.network(ids, places, rounding, watch, self.fused, sparsity)
+            hidden, run = self.network(ids, places, rounding, watch, self.fused, sparsity, drop)
             states = self.network.draft(hidden, ids, run)
             loss, draft = self._loss(hidden, targets, rounding, False), self._loss(states, after, rounding, True)
         nothing = loss.new_zeros(())
@@ -179,7 +200,7 @@ class Training:
             raise TrainingError(f"{stage}: this run is in {now.stage} already; go on with that")
         if now.planned is None or now.steps < now.planned:
             raise TrainingError(f"{stage}: {now.stage} is not done ({now.steps} of {now.planned} steps); finish it")
-        self.progress, self.position = Progress(stage, 0, steps, now.tokens), Position()
+        self.progress, self.position = Progress(stage, 0, steps, now.tokens, now.first), Position()
 
     def _batches(self, stage: str) -> Generator[tuple[Batch, Position], None, None]:
         """Each with the position behind it; the next one is made meanwhile."""
@@ -206,7 +227,9 @@ class Training:
         rate = self._rate(stage)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
-        found = self.losses(batch, rounding, told or sparsity > 0, sparsity > 0)
+        # What is dropped depends on the step alone, so that a run that goes on drops the same.
+        torch.manual_seed(MIXTURE["seed"] + 1_000_000 * STAGES.index(stage) + done.steps)
+        found = self.losses(batch, rounding, told or sparsity > 0, sparsity > 0, recipe.drop)
         self.optimiser.zero_grad(set_to_none=True)
         (found.model + recipe.draft_weight * found.draft + sparsity * found.sparsity).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.network.parameters(), recipe.clip)
@@ -246,7 +269,7 @@ class Training:
         done = self.progress
         share = min(1.0, done.steps / done.planned) if done.planned else 0.0
         rate = end + (begin - end) * (1 + math.cos(math.pi * share)) / 2
-        warm = min(1.0, (done.steps + 1) / self.recipe.warm_up_steps) if stage == STAGES[0] else 1.0
+        warm = min(1.0, (done.steps + 1) / self.recipe.warm_up_steps) if stage == done.first else 1.0
         return rate * warm
 
     def _tell(self, line: tuple[object, ...]) -> None:
