@@ -9,10 +9,11 @@ import pytest
 from PIL import Image
 
 from services.engine.vision.grid import patch_grid
-from services.tools.train_vision import painted, plain, scenes
+from services.tools.train_vision import lessons, painted, plain, scenes
 from services.tools.train_vision.answers import is_right
-from services.tools.train_vision.drawings import HELD_OUT, drawing, paint, size_for
-from services.tools.train_vision.labels import CHARACTERS, COUNT, NONE, labels
+from services.tools.train_vision.drawings import HELD_OUT, drawing, of_lesson, paint, size_for
+from services.tools.train_vision.labels import COUNT, NONE, labels
+from services.tools.train_vision.marks import CHARACTERS, SYMBOLS, Mark, on_patches
 from services.tools.train_vision.scenes import ALIKE, COLOURS, SHAPES, Asked, Group, Scene
 from services.tools.train_vision.shapes import tone
 
@@ -87,7 +88,7 @@ def test_things_have_their_colour_and_their_size(colour: str) -> None:
     likely = np.array([tone(random.Random(n), colour) for n in range(200)])
     for _ in range(16):
         seen = Scene("things", ground, (Group(1, colour, "square"),))
-        values = np.asarray(paint(seen, choice, (128, 128))).reshape(-1, 3).astype(int)
+        values = np.asarray(paint(seen, choice, (128, 128))[0]).reshape(-1, 3).astype(int)
         drawn = np.abs(values - values[0]).max(-1) > 40  # the first pixel is paper
         covered.append(drawn.mean())
         near.append(np.abs(np.median(values[drawn], 0) - likely).max(-1).min() < 30)
@@ -120,6 +121,59 @@ def test_labels_say_what_is_in_a_scene() -> None:
     assert told[-1] == NONE
     text = [CHARACTERS[one] for one in labels(Scene("number", "grey", text="0417")) if one != NONE][2:]
     assert "".join(text) == "0417____"
+
+
+def test_marks_are_where_things_and_letters_are() -> None:
+    """Where a mark is said to be, the picture is not paper; of letters that are turned too."""
+    choice = random.Random(7)
+    for number in range(40):
+        kind: scenes.Kind = choice.choice(("things", "number", "word"))
+        seen = scenes.scene(choice, kind)
+        image, marks = paint(seen, random.Random(number), (320, 240), plain=number % 2 == 0)
+        values = np.asarray(image).astype(int)
+        names = [mark.name for mark in marks]
+        wanted = [group.shape for group in seen.groups for _ in range(group.count)] or list(seen.text)
+        assert names == wanted
+        for mark in marks:
+            left, top, right, bottom = (max(0, round(v)) for v in (mark.left, mark.top, mark.right, mark.bottom))
+            there = values[top : bottom + 1, left : right + 1].reshape(-1, 3)
+            assert there.size
+            assert np.ptp(there, 0).max() > 35 or np.abs(there - values[0, 0]).max() > 35
+    seen = scenes.scene(choice, "invoice")
+    marks = paint(seen, choice, (300, 300))[1]
+    said = "".join(mark.name for mark in marks)
+    assert all(row.item in said and row.price in said for row in seen.rows)
+
+
+def test_patches_know_what_is_on_them() -> None:
+    marks = [Mark(0, 0, 32, 32, "star", "red"), Mark(96, 40, 104, 46, "7", "blue"), Mark(104, 40, 112, 46, "b", "blue")]
+    found = on_patches(marks, (256, 128), (8, 16))
+    assert found.shape == (8, 16, 3)
+    star = SYMBOLS.index("star")
+    assert found[:2, :2, :2].tolist() == [[[star, star]] * 2] * 2
+    assert (found[..., 2] == 1 + COLOURS.index("red")).sum() == 4
+    assert found[2, 6].tolist() == [SYMBOLS.index("7"), SYMBOLS.index("b"), 1 + COLOURS.index("blue")]
+    assert np.count_nonzero(found) == 12 + 3
+    small = on_patches([Mark(250, 125, 251, 126, "x", "black")], (256, 128), (8, 16))
+    assert small[7, 15].tolist() == [0, SYMBOLS.index("x"), 1 + COLOURS.index("black")]
+    assert np.count_nonzero(on_patches([Mark(1, 1, 9, 9, ".", "black")], (256, 128), (8, 16))) == 0
+
+
+def test_lessons_begin_with_easy_ones_and_go_on_when_those_are_known() -> None:
+    nothing = lessons.weights([0.0] * 7, 0.0)
+    assert [weight > 0 for weight in nothing] == [True] * 3 + [False] * 4
+    assert all(lessons.weights([0.0] * 7, 0.5))
+    known = lessons.weights([0.9] * 4 + [0.0] * 3, 0.0)
+    assert [weight > 0 for weight in known] == [True] * 5 + [False] * 2
+    assert known[0] < 0.5 * nothing[0]
+    choice = random.Random(3)
+    for lesson in lessons.LESSONS:
+        drawn = [of_lesson(choice, lesson, (64, 64)) for _ in range(12)]
+        assert {one.scene.kind for one in drawn} <= {lesson.kind, "nothing"}
+        if lesson.name == "one":
+            assert all(len(one.scene.groups) == 1 and one.scene.groups[0].count == 1 for one in drawn)
+        if lesson.name == "digits":
+            assert all(1 <= len(one.scene.text) <= 2 for one in drawn)
 
 
 def test_paintings_are_made_by_other_code_and_are_what_their_seed_says() -> None:

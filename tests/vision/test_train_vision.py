@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,15 @@ from services.engine.vision.preprocess import patches
 from services.tools import oracle
 from services.tools.repack import repack
 from services.tools.train_demo.fused import plain
-from services.tools.train_vision import command, drawings
-from services.tools.train_vision.batches import GRIDS, IGNORED, Drawings, Prompts
-from services.tools.train_vision.labels import CLASSES, COUNT
+from services.tools.train_vision import command, drawings, scoring
+from services.tools.train_vision.batches import IGNORED, LENGTH, TAUGHT_GRIDS, Batch, Drawings, Prompts
+from services.tools.train_vision.labels import CLASSES, COUNT, NONE
 from services.tools.train_vision.language import Language
-from services.tools.train_vision.network import Network, small_config
-from services.tools.train_vision.scenes import TOPICS
-from services.tools.train_vision.training import TeachingError, Training
+from services.tools.train_vision.network import GRIDS, MOST_PATCHES, Network, in_order, small_config
+from services.tools.train_vision.scenes import Asked
+from services.tools.train_vision.training import Options, TeachingError, Training
 
-SMALL = "--device cpu --minutes 0 --batch 2 --workers 0 --width 48 --blocks 1 --score 1"
+SMALL = "--device cpu --minutes 0 --batch 2 --words 2 --workers 0 --pool 8 --width 48 --blocks 1 --score 0"
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def language(demo_checkpoint: Path) -> Language:
 
 def begun(language: Language, prompts: Prompts, width: int = 48, seed: int = 0) -> Training:
     network = Network(small_config(256, width, 1), seed)
-    return Training(language, prompts, network, "cpu", 2, 0, lambda text: None)
+    return Training(language, prompts, network, Options("cpu", 2, 2, 0, 8, False), lambda text: None)
 
 
 @pytest.fixture(scope="module")
@@ -99,28 +100,71 @@ def test_prompts_are_as_they_are_served(demo_checkpoint: Path, prompts: Prompts)
         assert answer[-1] == 11
 
 
-def test_batches_are_of_one_grid_and_held_out_ones_are_others(prompts: Prompts) -> None:
-    config = small_config(256)
-    taught, held_out = (Drawings(prompts, config, 3, 0, which) for which in (False, True))
-    found = [taught.batch(number) for number in range(6)]
-    assert {batch.grid for batch in found} <= GRIDS.keys()
-    for batch in found:
-        assert batch.pixels.shape == (3, 16 * batch.grid[0], 16 * batch.grid[1], 3)
-        assert batch.labels.shape == (3, COUNT)
-        assert int(batch.labels.max()) < CLASSES
-        assert (batch.ids == prompts.picture_id).sum(1).tolist() == [batch.grid[0] * batch.grid[1] // 4] * 3
-        assert (batch.targets != IGNORED).sum(1).min() >= 2
-    assert torch.equal(taught.batch(4).pixels, found[4].pixels)
-    assert not torch.equal(held_out.batch(4).ids, found[4].ids)
+def test_questions_after_one_another_are_as_a_dialog_is_served(demo_checkpoint: Path, prompts: Prompts) -> None:
+    folder = load_model_folder(demo_checkpoint)
+    asked = [Asked("count", "How many are there?", "3."), Asked("colour", "What colour is it?", "Red.")]
+    said = [
+        {"role": "user", "content": f"{PLACE}\n{asked[0].question}"},
+        {"role": "assistant", "content": asked[0].answer},
+        {"role": "user", "content": asked[1].question},
+    ]
+    served = folder.template.prompt(said, None, {"enable_thinking": False}, [Shown(b"", 36)])
+    ids, targets = prompts.dialog(asked, 36)
+    prompt = folder.tokenizer.encode(served.text)
+    assert ids[: len(prompt)] == prompt
+    wanted = [*folder.tokenizer.encode("3."), 11, *folder.tokenizer.encode("Red."), 11]
+    assert [one for one in targets if one != IGNORED] == wanted
+    assert all(one in (IGNORED, after) for one, after in zip(targets, ids[1:], strict=False))
+    assert prompts.dialog(asked * 20, 36)[0][: len(ids)] == ids
+    assert len(prompts.dialog(asked * 20, 36)[0]) <= LENGTH
+
+
+def test_batches_are_of_any_grids_and_as_their_number_says(prompts: Prompts) -> None:
+    taught = Drawings(prompts, small_config(256), 12, 0)
+    found = taught.batch(0)
+    grids = [GRIDS[number] for number in found.grids.tolist()]
+    assert len({*grids}) > 1
+    assert {*grids} <= TAUGHT_GRIDS.keys()
+    assert found.labels.shape == (12, COUNT)
+    assert int(found.labels.max()) < CLASSES
+    for row, (rows, columns) in enumerate(grids):
+        assert int((found.ids[row] == prompts.picture_id).sum()) == rows * columns // 4
+        assert int((found.targets[row] != IGNORED).sum()) >= 2
+        assert not found.patches[row, rows * columns :].any()
+        assert (found.on_patches[row] != NONE).all(1).sum() == rows * columns
+    assert all(torch.equal(*both) for both in zip(taught.batch(0).tensors(), found.tensors(), strict=True))
+    assert not torch.equal(taught.batch(1).ids, found.ids)
+
+
+def test_pictures_of_many_grids_are_seen_as_each_alone() -> None:
+    network = Network(small_config(256, width=48, blocks=2), seed=3)
+    network.prepare()
+    chosen = [(16, 16), (10, 22), (12, 20), (2, 100)]
+    pixels = [torch.randint(0, 256, (1, rows * 16, columns * 16, 3)) for rows, columns in chosen]
+    padded = torch.full((len(chosen), MOST_PATCHES, 768), 77.0)
+    for row, (picture, (rows, columns)) in enumerate(zip(pixels, chosen, strict=True)):
+        cut = picture.view(rows, 16, columns, 16, 3).permute(0, 2, 4, 1, 3).reshape(rows, columns, 768)
+        padded[row, : rows * columns] = in_order(cut)
+    with torch.no_grad():
+        found = network.padded(padded, torch.tensor([GRIDS.index(grid) for grid in chosen]))
+        others = network.padded(padded, torch.tensor([GRIDS.index((16, 16))] * len(chosen)))
+        for row, (picture, grid) in enumerate(zip(pixels, chosen, strict=True)):
+            wanted = network.features(network.patches(picture), grid)[0]
+            assert torch.allclose(found[row, : len(wanted)], wanted, atol=1e-4)
+            assert grid == (16, 16) or not torch.allclose(others[row, : len(wanted)], wanted, atol=0.1)
+
+
+def one_batch(prompts: Prompts, training: Training) -> Batch:
+    return Drawings(prompts, training.network.config, 2, 11).batch(0)
 
 
 def test_a_batch_learns_and_the_language_model_stays(training: Training, prompts: Prompts) -> None:
     before = {name: value.clone() for name, value in training.language.named_parameters() if "norm" in name}
-    batch = Drawings(prompts, training.network.config, 2, 11, False).batch(0)
+    batch = one_batch(prompts, training)
     optimiser = torch.optim.AdamW([*training.network.parameters(), *training.head.parameters()], 3e-3)
     losses = []
     for _ in range(5):
-        loss = training._words_loss(batch)
+        loss, _ = training._words(batch, training.network.padded(batch.patches, batch.grids))
         losses.append(float(loss.detach()))
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -129,7 +173,23 @@ def test_a_batch_learns_and_the_language_model_stays(training: Training, prompts
     assert all(
         torch.equal(value, before[name]) for name, value in training.language.named_parameters() if name in before
     )
-    assert float(training._labels_loss(batch).detach()) > 0.1
+
+
+def test_what_is_on_patches_and_in_the_picture_is_learnt(training: Training, prompts: Prompts) -> None:
+    batch = one_batch(prompts, training)
+    given = (batch.patches, batch.grids, batch.labels, batch.on_patches)
+    optimiser = torch.optim.AdamW([*training.network.parameters(), *training.head.parameters()], 3e-3)
+    losses = []
+    for _ in range(8):
+        _, loss, right = training.tell(*given)
+        losses.append(float(loss.detach()))
+        assert right.shape == (2,)
+        optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+    assert losses[-1] < 0.8 * losses[0]
+    _, other, _ = training.tell(*given[:2], batch.labels.roll(1, 0), batch.on_patches.roll(1, 0))
+    assert float(other.detach()) > losses[-1]
 
 
 def test_an_interrupted_run_goes_on(training: Training, language: Language, prompts: Prompts, tmp_path: Path) -> None:
@@ -155,14 +215,34 @@ def test_the_command_makes_a_checkpoint_that_is_read(
     words = f"{demo_checkpoint} {tmp_path}/out {SMALL}"
     assert command.run(parser.parse_args(words.split())) == 0
     told = capsys.readouterr().out
-    assert all(f"held-out drawings, {topic}" in told for topic in TOPICS)
-    assert sum(int(line.split(" of ")[1].split()[0]) for line in told.splitlines() if line.startswith("held-out")) == 2
+    assert "ms a step would be its products alone" in told
+    assert "a checkpoint that sees" in told
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == "nemotron_h_omni"
     assert repack(tmp_path / "out", tmp_path / "store", say=lambda text: None).vision() is not None
     assert not (tmp_path / "out.state").exists()
     with pytest.raises(Exception, match="exists"):
         command.run(parser.parse_args(words.split()))
+    again = f"{words.replace('/out ', '/other ')} --from {tmp_path}/out"
+    assert command.run(parser.parse_args(again.split())) == 0
+    told = capsys.readouterr().out
+    assert "of its tower taken over" in told
+    begun = Network(small_config(256, 48, 1), seed=4)
+    assert len(begun.take(command.vision_tensors(tmp_path / "out"))) == len(begun.checkpoint_tensors())
+    wider = Network(small_config(256, 96, 1))
+    assert wider.take(command.vision_tensors(tmp_path / "out")) == ["projector.down"]
+
+
+def test_examinations_ask_what_their_pictures_show(training: Training, prompts: Prompts) -> None:
+    held_out = scoring.HeldOut(prompts, training.network.config, 1, rows=2)
+    asked = [one for _, topics in scoring.batches(held_out, 0) for one in topics]
+    assert len(asked) == 2 * len(held_out) == 10
+    assert {exam for exam, _ in asked} <= {*scoring.EXAMS}
+    assert scoring.as_taught(Asked("number", "?", "0417.")).answer == "It says 0417."
+    assert scoring.as_taught(Asked("shape", "?", "circle.")).answer == "Circle."
+    right, both = Counter({("wide", "shape"): 1}), Counter({("wide", "shape"): 2, ("wide", "what"): 2})
+    told = list(scoring.lines(right, both))
+    assert [line.split()[-2] for line in told] == ["0.0", "50.0", "25.0"]
 
 
 def test_a_checkpoint_taught_anew_differs_in_what_it_sees_with_only(demo_checkpoint: Path, tmp_path: Path) -> None:

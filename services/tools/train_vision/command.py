@@ -1,7 +1,8 @@
 """`thimble teach`: from a checkpoint that reads to one that also sees drawings, numbers, words and small invoices.
 
 The language model is not touched: the new checkpoint has its tensors and texts, the vision tensors beside them, and a
-config.json that names both. What the old one saw with is not taken over, so that the demo can be taught anew.
+config.json that names both. What the old one saw with is not taken over, so that the demo can be taught anew, unless
+`--from` names it.
 A run that was interrupted goes on with the same line.
 """
 
@@ -9,6 +10,7 @@ import argparse
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import torch
@@ -22,7 +24,7 @@ from services.engine.tensorfile import write_tensors
 from services.tools.train_vision.batches import Prompts
 from services.tools.train_vision.language import Language
 from services.tools.train_vision.network import Network, config_entries, small_config
-from services.tools.train_vision.training import Training
+from services.tools.train_vision.training import Options, Training
 
 REPLACED = ("*.safetensors", "*.index.json", "config.json", "preprocessor_config.json")
 
@@ -32,35 +34,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoint", type=Path, help="a quantised checkpoint, such as demo; a tower it has is left out"
     )
     parser.add_argument("out", type=Path, help="folder for the new checkpoint; must not exist")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--minutes", type=float, default=6.0, help="of training, runs before this one included (6)")
-    parser.add_argument("--batch", type=int, default=256, help="drawings a step (256)")
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--minutes", type=float, default=7.0, help="of training, runs before this one included (7)")
+    parser.add_argument("--batch", type=int, default=256, help="pictures a step for the tower alone (256)")
+    parser.add_argument("--words", type=int, default=128, help="pictures a step before the language model (128)")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes that draw")
+    parser.add_argument(
+        "--pool", type=int, default=120_000 if cuda else 1500, help="drawings to keep in memory, 0.2 MB each"
+    )
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=cuda, help="compiled layers (on a GPU)"
+    )
     parser.add_argument("--width", type=int, default=192, help="of the tower, a multiple of 48 (192)")
     parser.add_argument("--blocks", type=int, default=5, help="of the tower (5)")
-    parser.add_argument("--score", type=int, default=8, help="batches of held-out drawings to score at the end (8)")
+    parser.add_argument(
+        "--from", dest="start", type=Path, help="a checkpoint that sees: begin with what fits of its tower"
+    )
+    parser.add_argument("--score", type=int, default=8, help="320 held-out pictures each, examined at the end (8)")
     parser.add_argument(
         "--state", type=Path, help="what an interrupted run goes on from (OUT.state); removed when it is done"
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    began = time.monotonic()
     language = language_config(read_config(args.checkpoint))
     if args.out.exists():
         raise CheckpointError(f"{args.out}: exists; give a new folder")
     state = args.state or args.out.with_name(args.out.name + ".state")
     network = Network(small_config(language["hidden_size"], args.width, args.blocks))
+    if args.start:
+        taken = network.take(vision_tensors(args.start))
+        _say(f"{args.start}: {len(taken)} tensors of its tower taken over, of {len(network.checkpoint_tensors())}")
     reads = Language(args.checkpoint, torch.bfloat16 if args.device.startswith("cuda") else torch.float32)
     prompts = Prompts(args.checkpoint)
-    training = Training(reads, prompts, network, args.device, args.batch, args.workers, _say)
+    options = Options(args.device, args.batch, args.words, args.workers, args.pool, args.compile)
+    training = Training(reads, prompts, network, options, _say)
+    _say(f"ready after {time.monotonic() - began:.0f} s")
     training.run(args.minutes, state)
-    for topic, (right, asked) in training.score(args.score).items():
-        _say(f"held-out drawings, {topic:<11}{right:>5} of {asked:<5}{100 * right / max(1, asked):6.1f} %")
+    ended = time.monotonic()
+    for line in training.score(args.score):
+        _say(line)
+    _say(f"examined in {time.monotonic() - ended:.0f} s")
     write(args.checkpoint, args.out, network)
     state.unlink()
     size = sum(path.stat().st_size for path in args.out.iterdir())
     _say(f"{args.out}: {size / 1e6:.2f} MB, a checkpoint that sees; next: thimble repack {args.out} STORE")
     return 0
+
+
+def vision_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """By the checkpoint's names."""
+    return {
+        name: tensor
+        for path in sorted(checkpoint.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+        if canonical(name)[0] == "vision"
+    }
 
 
 def write(checkpoint: Path, out: Path, network: Network) -> None:

@@ -14,7 +14,9 @@ import numpy as np
 from PIL import Image
 
 from services.engine.vision.grid import patch_grid
-from services.tools.train_vision import lettering, scenes
+from services.tools.train_vision import lessons, lettering, scenes
+from services.tools.train_vision.lessons import Lesson
+from services.tools.train_vision.marks import Mark
 from services.tools.train_vision.scenes import Asked, Kind, Scene
 from services.tools.train_vision.shapes import Tone, contrasting, draw, outline, tone
 
@@ -29,6 +31,7 @@ class Drawing:
     image: Image.Image = field(repr=False)
     scene: Scene
     asked: Asked
+    marks: list[Mark] = field(repr=False)
 
 
 def drawing(seed: int, size: tuple[int, int] | None = None) -> Drawing:
@@ -42,7 +45,18 @@ def drawing(seed: int, size: tuple[int, int] | None = None) -> Drawing:
     width, height = size or any_size(choice)
     larger = max(1.0, LEAST_PIXELS.get(kind, 1) / math.sqrt(width * height))
     size = round(width * larger), round(height * larger)
-    return Drawing(paint(seen, choice, size, held_out), seen, asked)
+    image, marks = paint(seen, choice, size, held_out)
+    return Drawing(image, seen, asked, marks)
+
+
+def of_lesson(choice: random.Random, lesson: Lesson, size: tuple[int, int]) -> Drawing:
+    """As `drawing`, of what is taught in that lesson."""
+    seen = lessons.scene(choice, lesson)
+    asked = scenes.ask(seen, choice.choice(scenes.topics(seen)), choice)
+    larger = max(1.0, LEAST_PIXELS.get(seen.kind, 1) / math.sqrt(size[0] * size[1]))
+    size = round(size[0] * larger), round(size[1] * larger)
+    image, marks = paint(seen, choice, size, plain=bool(lesson.most))
+    return Drawing(image, seen, asked, marks)
 
 
 def any_size(choice: random.Random) -> tuple[int, int]:
@@ -68,9 +82,8 @@ def size_for(choice: random.Random, grid: tuple[int, int], patch: int, limits: t
     """A size (width, height) that the engine makes this grid of: a third to twice what the tower will see of it."""
     rows, columns = grid
     for _ in range(20):
-        scale = choice.choice(
-            (1.0, 1.0, 1.0, choice.uniform(0.85, 1.15), choice.uniform(0.32, 1.0), choice.uniform(1.0, 2.0))
-        )
+        others = (choice.uniform(0.85, 1.15), choice.uniform(0.32, 1.0), choice.uniform(1.0, 2.0))
+        scale = choice.choice(others) if choice.random() < 0.4 else 1.0
         stretch = math.exp(choice.uniform(-0.08, 0.08)) if scale != 1.0 else 1.0
         size = (round(columns * patch * scale * stretch), round(rows * patch * scale / stretch))
         if patch_grid(*size, patch, *limits) == grid:
@@ -78,17 +91,22 @@ def size_for(choice: random.Random, grid: tuple[int, int], patch: int, limits: t
     return columns * patch, rows * patch
 
 
-def paint(seen: Scene, choice: random.Random, size: tuple[int, int], held_out: bool = False) -> Image.Image:
+def paint(
+    seen: Scene, choice: random.Random, size: tuple[int, int], held_out: bool = False, plain: bool = False
+) -> tuple[Image.Image, list[Mark]]:
+    """The picture, and where in it things and letters are. `plain`: filled, on even ground, letters large."""
     ground = tone(choice, seen.background, background=True)
-    image = _paper(choice, ground, size)
+    image = Image.new("RGB", size, ground) if plain else _paper(choice, ground, size)
     smooth = choice.random() < 0.75
+    marks: list[Mark] = []
     if seen.kind == "things":
-        _things(image, seen, choice, ground, smooth)
+        marks = _things(image, seen, choice, ground, smooth, plain)
     elif seen.kind in ("number", "word"):
-        lettering.line(image, choice, seen.text, contrasting(choice, seen.ink, ground), held_out, smooth)
+        ink = contrasting(choice, seen.ink, ground)
+        marks = lettering.line(image, choice, seen.text, ink, seen.ink, held_out, smooth, plain)
     elif seen.kind == "invoice":
-        lettering.invoice(image, choice, seen.rows, held_out)
-    return _worn(image, choice)
+        marks = lettering.invoice(image, choice, seen.rows, held_out)
+    return (image if plain else _worn(image, choice)), marks
 
 
 def _paper(choice: random.Random, first: Tone, size: tuple[int, int]) -> Image.Image:
@@ -105,13 +123,18 @@ def _near(choice: random.Random, ink: Tone, most: int) -> Tone:
     return red, green, blue
 
 
-def _things(image: Image.Image, seen: Scene, choice: random.Random, ground: Tone, smooth: bool) -> None:
+def _things(
+    image: Image.Image, seen: Scene, choice: random.Random, ground: Tone, smooth: bool, plain: bool
+) -> list[Mark]:
     wanted = [group for group in seen.groups for _ in range(group.count)]
     inks = {group: contrasting(choice, group.colour, ground) for group in seen.groups}
-    style = choice.choice(("filled", "filled", "filled", "outlined", "both"))
+    style = "filled" if plain else choice.choice(("filled", "filled", "filled", "outlined", "both"))
     share = choice.choice((choice.uniform(0.06, 0.22), choice.uniform(0.12, 0.3)))  # of a line's width, of the radius
     dark = all(group.colour not in ("black", "grey", "brown") for group in seen.groups) and seen.background != "black"
+    marks = []
     for group, (x, y, radius) in zip(wanted, _places(choice, len(wanted), image.size), strict=True):
+        near = 0.8 * radius
+        marks.append(Mark(x - near, y - near, x + near, y + near, group.shape, group.colour))
         ink = inks[group]
         points = outline(choice, group.shape, radius) + np.array((x, y))
         width = max(2.0, share * radius)
@@ -121,6 +144,7 @@ def _things(image: Image.Image, seen: Scene, choice: random.Random, ground: Tone
             draw(image, points, None, ink, width, smooth)
         else:
             draw(image, points, ink, (0, 0, 0), max(1.0, min(width, 0.08 * radius)), smooth)
+    return marks
 
 
 def _places(choice: random.Random, count: int, size: tuple[int, int]) -> list[tuple[float, float, float]]:

@@ -20,7 +20,7 @@ from services.tools.train_demo import network
 from services.tools.train_demo.fused import Fused, compiled
 
 _ATTEMPTS = (("mamba", "attention", "moe"), ("mamba", "attention"), ("mamba",))
-_ALIKE = 0.97  # cosine of gradients; BF16 alone leaves 0.999
+_ALIKE = 0.9  # cosine of gradients: rounding makes routers choose otherwise here and there, what is wrong gives near 0
 
 
 class Language(nn.Module):

@@ -2,15 +2,25 @@
 of one grid at once, and the way into a checkpoint. The engine's own code is what runs later; a test compares the two.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, layer_norm, linear, relu, scaled_dot_product_attention
+from torch.nn.functional import gelu, layer_norm, linear, pad, relu, scaled_dot_product_attention
 
 from services.engine.vision import projector, tower
 from services.engine.vision.config import CLIP_MEAN, CLIP_STD, VisionConfig
 
 PATCH = 16
 LEAST_PATCHES, MOST_PATCHES = 200, 256
+# All that a picture may be made to, rows and columns of patches.
+GRIDS = tuple(
+    (rows, columns)
+    for rows in range(2, MOST_PATCHES // 2 + 1, 2)
+    for columns in range(2, MOST_PATCHES // rows + 1, 2)
+    if rows * columns >= LEAST_PATCHES
+)
+_PADDED = MOST_PATCHES + 8
 BODY = "vision_model.radio_model.model."
 NAMES = {
     "embedder": BODY + "patch_generator.embedder.weight",
@@ -59,11 +69,16 @@ def small_config(
 class Network(nn.Module):
     """Parameters by the engine's names for them (with _ for .)."""
 
+    windows: Tensor
+    real: Tensor
+
     def __init__(self, config: VisionConfig, seed: int = 0) -> None:
         super().__init__()
         self.config = config
         self._names: dict[str, str] = {}
         self._places: dict[tuple[int, int], Tensor] = {}
+        self.register_buffer("windows", torch.empty(0), persistent=False)
+        self.register_buffer("real", torch.empty(0), persistent=False)
         random = torch.Generator().manual_seed(seed)
         width, inner = config.width, config.inner
         shapes: dict[str, tuple[int, ...]] = {
@@ -77,8 +92,10 @@ class Network(nn.Module):
         for block in range(config.blocks):
             shapes |= {f"blocks.{block}.{name}.weight": shape for name, shape in linears.items()}
         for name, shape in shapes.items():
-            spread = 0.02 if name in ("position", "class_tokens") else shape[-1] ** -0.5
+            spread = 0.02 if name == "class_tokens" else (0.5 if "fc2" in name else 1.0) * shape[-1] ** -0.5
             self._add(name, torch.randn(shape, generator=random) * spread)
+        with torch.no_grad():
+            self["position"].copy_(_waves(config.table, width))
         norms = ["final_norm", *(f"blocks.{block}.norm{i}" for block in range(config.blocks) for i in (1, 2))]
         for norm in norms:
             self._add(f"{norm}.weight", torch.ones(width))
@@ -111,18 +128,57 @@ class Network(nn.Module):
         x = linear(patches, self["embedder"]) + self._positions(grid)
         x = torch.cat([self["class_tokens"].expand(count, -1, -1), x], dim=1)
         for index in range(config.blocks):
-            block = f"blocks.{index}."
-            thirds = self._linear(block + "qkv", self._norm(block + "norm1", x)).chunk(3, dim=2)
-            query, key, value = (
-                third.view(count, -1, config.heads, config.width // config.heads).transpose(1, 2) for third in thirds
-            )
-            attended = scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-            x = x + self._linear(block + "proj", attended)
-            x = x + self._linear(block + "fc2", gelu(self._linear(block + "fc1", self._norm(block + "norm2", x))))
+            x = self._block(index, x, None)
         x = self._norm("final_norm", x[:, config.prefix :])
         rows, columns = grid
         cut = x.view(count, rows // 2, 2, columns // 2, 2, config.width)
         return cut.transpose(2, 3).reshape(count, rows * columns // 4, 4 * config.width)
+
+    def padded(self, patches: Tensor, grids: Tensor) -> Tensor:
+        """`features` of pictures of any grids at once: values from 0 to 255 [pictures, MOST_PATCHES, 3 patch^2], the
+        patches of a token after one another (`in_order`), and numbers of their grids in GRIDS -> [pictures,
+        MOST_PATCHES / 4, 4 width].
+
+        What is behind a grid's own tokens means nothing. Wants `prepare` to have been called.
+        """
+        config, count = self.config, len(patches)
+        mean, std = (
+            torch.tensor(three, device=patches.device).repeat_interleave(config.patch**2)
+            for three in (config.mean, config.std)
+        )
+        x = linear((patches / 255 - mean) / std, self["embedder"])
+        with torch.autocast(patches.device.type, enabled=False):
+            positions = torch.matmul(self.windows, self["position"][0])[grids]
+        x = torch.cat([self["class_tokens"].expand(count, -1, -1), x.float() + positions], dim=1)
+        x = pad(x, (0, 0, 0, _PADDED - x.shape[1]))  # to a length that fast kernels take
+        seen = pad(self.real[grids], (config.prefix, 0), value=True)
+        seen = pad(seen, (0, _PADDED - seen.shape[1]), value=False)[:, None, None, :].expand(-1, -1, _PADDED, -1)
+        for index in range(config.blocks):
+            x = self._block(index, x, seen)
+        x = self._norm("final_norm", x[:, config.prefix : config.prefix + MOST_PATCHES])
+        return x.reshape(count, MOST_PATCHES // 4, 4 * config.width)
+
+    def prepare(self) -> None:
+        """What `padded` needs to know of all grids, beside the parameters."""
+        side = self.config.table
+        each = torch.eye(side**2).view(side, side, side**2)
+        self.windows = torch.zeros(len(GRIDS), MOST_PATCHES, side**2)
+        self.real = torch.zeros(len(GRIDS), MOST_PATCHES, dtype=torch.bool)
+        for number, grid in enumerate(GRIDS):
+            window = tower.position_window(each, grid).view(*grid, side**2)
+            self.windows[number, : grid[0] * grid[1]] = in_order(window)
+            self.real[number, : grid[0] * grid[1]] = True
+        self.to(self["embedder"].device)
+
+    def take(self, found: dict[str, Tensor]) -> list[str]:
+        """Parameters that a checkpoint has under their names and in their shapes are taken over; which."""
+        taken = []
+        with torch.no_grad():
+            for ours, theirs in self._checkpoint_names().items():
+                if theirs in found and found[theirs].shape == self[ours].shape:
+                    self[ours].copy_(found[theirs])
+                    taken.append(ours)
+        return taken
 
     def embeddings(self, features: Tensor) -> Tensor:
         """[pictures, tokens, 4 width] -> rows for the language model, [pictures, tokens, hidden]."""
@@ -134,12 +190,28 @@ class Network(nn.Module):
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """BF16, under the names of the original layout."""
+        return {
+            theirs: self[ours].detach().cpu().to(torch.bfloat16).contiguous()
+            for ours, theirs in self._checkpoint_names().items()
+        }
+
+    def _checkpoint_names(self) -> dict[str, str]:
         named = dict(NAMES)
         for index in range(self.config.blocks):
             for ours, theirs in IN_BLOCK.items():
                 for kind in ("weight", "bias"):
                     named[f"blocks.{index}.{ours}.{kind}"] = f"{BODY}blocks.{index}.{theirs}.{kind}"
-        return {theirs: self[ours].detach().cpu().to(torch.bfloat16).contiguous() for ours, theirs in named.items()}
+        return named
+
+    def _block(self, index: int, x: Tensor, seen: Tensor | None) -> Tensor:
+        block, count, config = f"blocks.{index}.", len(x), self.config
+        thirds = self._linear(block + "qkv", self._norm(block + "norm1", x)).chunk(3, dim=2)
+        query, key, value = (
+            third.view(count, -1, config.heads, config.width // config.heads).transpose(1, 2) for third in thirds
+        )
+        attended = scaled_dot_product_attention(query, key, value, seen).transpose(1, 2).flatten(2)
+        x = x + self._linear(block + "proj", attended)
+        return x + self._linear(block + "fc2", gelu(self._linear(block + "fc1", self._norm(block + "norm2", x))))
 
     def _positions(self, grid: tuple[int, int]) -> Tensor:
         """[patches, width]: the engine's window of the table is a sum of its rows, with weights that depend on the grid
@@ -156,6 +228,22 @@ class Network(nn.Module):
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return layer_norm(x, (self.config.width,), self[f"{name}.weight"], self[f"{name}.bias"], tower.EPS)
+
+
+def in_order(of_grid: Tensor) -> Tensor:
+    """[rows, columns, any] -> [rows * columns, any]: the four patches of a token after one another, by rows."""
+    rows, columns, size = of_grid.shape
+    return of_grid.view(rows // 2, 2, columns // 2, 2, size).transpose(1, 2).reshape(rows * columns, size)
+
+
+def _waves(side: int, width: int) -> Tensor:
+    """[1, side^2, width]: places told apart from the first step on, by waves along both axes. From small random numbers
+    the tower takes a thousand steps to learn where anything is."""
+    lengths = 4.0 * side * (1.5 / side) ** (torch.arange(width // 4) / max(1, width // 4 - 1))
+    angles = 2 * math.pi * torch.arange(side)[:, None] / lengths
+    along = torch.cat([angles.sin(), angles.cos()], dim=1)
+    down, across = along[:, None].expand(-1, side, -1), along[None].expand(side, -1, -1)
+    return torch.cat([down, across], dim=2).reshape(1, side**2, width)
 
 
 def config_entries(config: VisionConfig) -> dict[str, object]:

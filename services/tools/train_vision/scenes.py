@@ -83,14 +83,18 @@ class Asked:
     answer: str
 
 
-def scene(choice: random.Random, kind: Kind, held_out: bool = False) -> Scene:
-    """`held_out`: words are those of the lists that are in no other scene."""
+def scene(choice: random.Random, kind: Kind, held_out: bool = False, most: int = 0) -> Scene:
+    """`held_out`: words are those of the lists that are in no other scene. `most`: a simple scene, of one kind of
+    things, at most so many, or a number of at most so many digits."""
     background = choice.choice(("white", "white", "grey", *COLOURS)) if kind != "invoice" else "white"
     if kind == "things":
+        if most:
+            one = Group(choice.randint(1, most), choice.choice(unlike((background,))), choice.choice(SHAPES))
+            return Scene(kind, background, (one,))
         return Scene(kind, background, _groups(choice, background))
     ink = choice.choice(unlike((background,)))
     if kind == "number":
-        length = choice.choice((1, 2, 3, 4, 4, 4, 5))
+        length = choice.randint(1, most) if most else choice.choice((1, 2, 3, 4, 4, 4, 5))
         return Scene(kind, background, text=f"{choice.randrange(10**length):0{length}d}", ink=ink)
     if kind == "word":
         return Scene(kind, background, text=_word(choice, held_out), ink=ink)

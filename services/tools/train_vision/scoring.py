@@ -1,0 +1,80 @@
+"""Examinations at the end of the training: pictures never trained on, every token of the answer the likeliest one.
+
+narrow   small shapes and four digits on light paper: `plain.py`
+wide     things and numbers as they are taught, of other seeds, fonts and ways of asking
+text     likewise words and the rows of invoices
+painted  by other code: `painted.py`
+
+`thimble see` asks a running server the same kinds of questions. Owns no network.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch.utils.data import DataLoader, Dataset
+
+from services.engine.vision.config import VisionConfig
+from services.tools.train_vision import plain
+from services.tools.train_vision.batches import Batch, Prompts, Shown, batch, grid_of
+from services.tools.train_vision.drawings import HELD_OUT, drawing
+from services.tools.train_vision.painted import painting
+from services.tools.train_vision.scenes import TOPICS, Asked
+
+ROWS = 64
+_EACH = {"plain": 1, "drawn": 3, "painted": 1}  # batches of these, as often
+EXAMS = ("narrow", "wide", "text", "painted")
+Topics = list[tuple[str, str]]  # exam and topic of each row
+
+
+class HeldOut(Dataset[tuple[Batch, Topics]]):
+    """Batches of all examinations, `rounds` times what _EACH says."""
+
+    def __init__(self, prompts: Prompts, config: VisionConfig, rounds: int, rows: int = ROWS) -> None:
+        self._prompts, self._config, self._rows = prompts, config, rows
+        self._sets = [(name, n) for name, each in _EACH.items() for n in range(each * rounds)]
+
+    def __len__(self) -> int:
+        return len(self._sets)
+
+    def __getitem__(self, index: int) -> tuple[Batch, Topics]:
+        name, number = self._sets[index]
+        found = [self._shown(name, number * self._rows + row) for row in range(self._rows)]
+        rows = [one for one, _ in found]
+        return batch(self._prompts, self._config.patch, rows), [(exam, one.asked[0].topic) for one, exam in found]
+
+    def _shown(self, name: str, number: int) -> tuple[Shown, str]:
+        if name == "plain":
+            image, asked = plain.drawing(HELD_OUT + number)
+            return Shown(image, grid_of(image, self._config), [as_taught(asked)]), "narrow"
+        if name == "painted":
+            image, _, asked = painting(number)
+            return Shown(image, grid_of(image, self._config), [asked]), "painted"
+        drawn = drawing(HELD_OUT + number)
+        exam = "text" if drawn.scene.kind in ("word", "invoice") else "wide"
+        return Shown(drawn.image, grid_of(drawn.image, self._config), [drawn.asked]), exam
+
+
+def as_taught(asked: Asked) -> Asked:
+    """The plain drawings' answers in the words that are taught now."""
+    answer = f"It says {asked.answer}" if asked.topic == "number" else asked.answer[:1].upper() + asked.answer[1:]
+    return Asked(asked.topic, asked.question, answer)
+
+
+def batches(held_out: HeldOut, workers: int) -> Iterator[tuple[Batch, Topics]]:
+    loader: DataLoader[tuple[Batch, Topics]] = DataLoader(held_out, batch_size=None, num_workers=workers)
+    yield from loader
+
+
+def lines(right: Counter[tuple[str, str]], asked: Counter[tuple[str, str]]) -> Iterator[str]:
+    """By examination and topic, as they are printed."""
+    for exam in EXAMS:
+        topics = [topic for topic in TOPICS if asked[exam, topic]]
+        for topic in topics:
+            yield _line(exam, topic, right[exam, topic], asked[exam, topic])
+        if topics:
+            both = (sum(counted[exam, topic] for topic in topics) for counted in (right, asked))
+            yield _line(exam, "all", *both)
+
+
+def _line(exam: str, topic: str, right: int, asked: int) -> str:
+    return f"held out, {exam:<8} {topic:<11}{right:>5} of {asked:<5}{100 * right / max(1, asked):6.1f} %"
