@@ -93,7 +93,9 @@ def test_panels_are_complete_and_do_not_overlap(dashboard: Path) -> None:
     taken: set[tuple[int, int]] = set()
     for panel in panels:
         assert panel["title"]
-        if panel["type"] != "row":
+        if panel["type"] == "text":
+            assert panel["options"]["content"], panel["title"]
+        elif panel["type"] != "row":
             assert panel["description"], panel["title"]
             assert panel["targets"], panel["title"]
             assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
