@@ -82,11 +82,11 @@ def test_what_came_ahead_does_not_come_again(host: Host, blocks: BlocksOnDisk) -
         copied = reader.ring.ahead()
         assert 0 < copied <= GROUPS * GROUP
         counted = changed(host, before)
-        assert (counted["hits"], counted["misses"]) == (0, 0), "nothing was named yet"
+        assert (counted["hits"], counted["misses"], counted["sweep_blocks"]) == (0, 0, 0), "nothing was named yet"
         assert sorted(reader.layer(naming(named))) == list(named), "others are in no table"
         assert len(named) <= copied + reader.copied <= len(named) + (copied if named != ALL else 0)
         counted = changed(host, before)
-        assert counted["hits"] + counted["misses"] == len(named)
+        assert counted["hits"] + counted["misses"] == counted["sweep_blocks"] == len(named)
 
 
 def test_a_guess_that_nothing_follows_keeps_nothing(host: Host, blocks: BlocksOnDisk) -> None:

@@ -198,6 +198,22 @@ def test_the_hottest_are_kept_and_only_much_hotter_ones_take_their_place(host: H
     vram.close()
 
 
+def test_bringing_a_block_is_no_use_of_it(host: Host) -> None:
+    """In RAM it grows as old as it would have: it is the copy on the card that is used from now on."""
+    for first in (0, 4):
+        ids = torch.arange(first, first + 4, dtype=torch.int32).view(1, -1)
+        host.step(0, ids, torch.ones(1, 4), torch.ones(1, LAYOUT.latent))
+    before = host.resident().tolist()
+    vram = VramSlots(host, 2, CPU)
+    heat_up(host, before[:2], 20)
+    vram.improve()
+    assert sorted(vram.held().tolist()) == sorted(before[:2])
+    assert host.resident().tolist() == before
+    host.step(0, ids[:, :1], torch.ones(1, 1), torch.ones(1, LAYOUT.latent))
+    assert host.resident().tolist() != before, "a use must show"
+    vram.close()
+
+
 def test_few_are_brought_at_once(host: Host) -> None:
     vram = VramSlots(host, 20, CPU)
     for layer in range(LAYERS):

@@ -8,7 +8,8 @@ namespace thimble {
 namespace {
 
 constexpr unsigned STREAM_NON_BLOCKING = 1, EVENT_DISABLE_TIMING = 2;
-constexpr int LANES = 2;  // one leaves gaps between copies (copy_lanes.h)
+constexpr size_t LANES = 2;  // of blocks; one leaves gaps between copies (copy_lanes.h)
+constexpr size_t TABLES = LANES;  // the lane of tables
 
 }  // namespace
 
@@ -53,14 +54,14 @@ Ring::Ring(Cache& cache, const Catalog& catalog, const CudaDriver* driver, CudaD
   };
   try {
     check(driver_->ctx_set_current(context_), "cuCtxSetCurrent");
-    for (int lane = 0; lane < LANES; lane++) {
+    for (size_t lane = 0; lane <= TABLES; lane++) {
       CudaDriver::Handle stream = nullptr;
       check(driver_->stream_create(&stream, STREAM_NON_BLOCKING), "cuStreamCreate");
       lanes_.push_back(stream);
     }
     for (Group& group : groups_) {
       group.used = event();
-      for (int lane = 0; lane < LANES; lane++) group.copied.push_back(event());
+      for (size_t lane = 0; lane <= TABLES; lane++) group.copied.push_back(event());
     }
   } catch (...) {
     destroy();
@@ -128,7 +129,6 @@ int Ring::next(const int32_t* counts, int64_t timeout_ns, CudaDriver::Handle str
   given_ = turn_;
   turn_ = (turn_ + 1) % shape_.groups;
   *copied = count;
-  if (driver_) check(driver_->stream_wait_event(lanes_[0], group.used, 0), "cuStreamWaitEvent");  // as the blocks do
   copy_table(given_, counts, passes);
   copy_blocks(given_);
   wait_for_copies(group, stream);
@@ -151,11 +151,11 @@ void Ring::copy_blocks(int number) {
   const Group& group = groups_[size_t(number)];
   const size_t block_bytes = size_t(catalog_.shape.block_bytes);
   const CudaDriver::Address first = memory_.blocks + uint64_t(number) * uint64_t(shape_.group) * block_bytes;
-  if (driver_)
-    for (auto lane : lanes_) check(driver_->stream_wait_event(lane, group.used, 0), "cuStreamWaitEvent");
+  for (size_t lane = 0; driver_ && lane < LANES; lane++)
+    check(driver_->stream_wait_event(lanes_[lane], group.used, 0), "cuStreamWaitEvent");
   for (size_t block = 0; block < group.experts.size(); block++)
     copy(first + block * block_bytes, cache_.memory(taken_[block].lease), block_bytes, block % LANES);
-  for (size_t lane = 0; lane < lanes_.size(); lane++)
+  for (size_t lane = 0; driver_ && lane < LANES; lane++)
     check(driver_->event_record(group.copied[lane], lanes_[lane]), "cuEventRecord");
 }
 
@@ -169,8 +169,9 @@ int Ring::copy_table(int number, const int32_t* counts, std::vector<Pass>* passe
   assert(items <= 2 * shape_.group);
   for (Pass& pass : *passes) pass.first += start;
   if (!items) return 0;
-  copy(memory_.device_tables + uint64_t(start) * FIELDS * sizeof(int32_t), table, size_t(items) * FIELDS * sizeof(int32_t), 0);
-  if (driver_) check(driver_->event_record(group.copied[0], lanes_[0]), "cuEventRecord");
+  if (driver_) check(driver_->stream_wait_event(lanes_[TABLES], group.used, 0), "cuStreamWaitEvent");
+  copy(memory_.device_tables + uint64_t(start) * FIELDS * sizeof(int32_t), table, size_t(items) * FIELDS * sizeof(int32_t), TABLES);
+  if (driver_) check(driver_->event_record(group.copied[TABLES], lanes_[TABLES]), "cuEventRecord");
   return int(std::count_if(group.experts.begin(), group.experts.end(), [&](int32_t expert) { return counts[expert] > 0; }));
 }
 

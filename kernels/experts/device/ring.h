@@ -12,14 +12,14 @@
 //   used()  is recorded behind that
 //
 // What a guessed feed has may be copied ahead(), as much as there are groups: next() then has these first, and what the feed has
-// learnt is not named of them is in no table. Only the table is copied then, behind the blocks.
+// learnt is not named of them is in no table. Only the table is copied then, which does not wait for blocks of other groups.
 //
 // What orders what
 //   copy -> read    the caller's stream waits for an event behind the copies of every lane.
 //   read -> copy    the lanes wait for the event of used(), which next() of the same group, a whole turn later, finds recorded.
 //   copy -> reuse of a slot    a lease goes back only once the host has seen the events behind the copies, or the lanes empty.
-//   table           lies in page-locked memory and is copied by a lane of its blocks, so that it needs no events of its own: in
-//                   front of them, or, where they were copied ahead, behind all that was.
+//   table           lies in page-locked memory and is copied by a lane that has nothing else, so that it is not behind the blocks
+//                   that were copied ahead; its event is one of the group's.
 #pragma once
 
 #include <string>
@@ -75,7 +75,7 @@ class Ring {
     std::vector<int32_t> experts;  // in its places
     std::vector<int64_t> leased;   // what the feed wants back
     CudaDriver::Handle used = nullptr;
-    std::vector<CudaDriver::Handle> copied;  // of each lane
+    std::vector<CudaDriver::Handle> copied;  // of each lane, the tables' last
   };
 
   void destroy();

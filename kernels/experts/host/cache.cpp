@@ -141,8 +141,7 @@ void Cache::release(const Lease& lease) {
 
 bool Cache::lease_if_ready(Key key, Lease* lease) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const Slot* slot = table_.find(key);
-  return slot && slot->state == State::ready && table_.lease(key, lease, Why::warm);
+  return table_.hold(key, lease);
 }
 
 void Cache::prefetch(int layer, const Key* keys, size_t count) {

@@ -59,7 +59,7 @@ struct CacheOptions {
 
 struct CacheCounts {
   int64_t hits = 0, misses = 0, demand_read_bytes = 0, prefetch_read_bytes = 0;
-  int64_t sweep_blocks = 0, sweep_wait_ns = 0;  // handed out by feeds, and how long these were waited for
+  int64_t sweep_blocks = 0, sweep_wait_ns = 0;  // handed out by feeds and named, and how long these were waited for
 };
 
 class Cache {
@@ -82,7 +82,7 @@ class Cache {
   Found demand(Key, Why, bool alone, Waiter*, int tag, Lease*);
   void demands_made();
   void release(const Lease&);
-  // Leases a block for who only looks at it: neither hit nor miss. False if it is not there.
+  // Leases a block for who only looks at it: no hit, no miss, and no use. False if it is not there.
   bool lease_if_ready(Key, Lease*);
   // No lease is out but a partner's; nothing demanded is on its way. The step waited for the disk that long.
   void end_step(int64_t waited_ns);

@@ -22,6 +22,7 @@ bool Cache::begin_feed(int layer, const int32_t* counts, int64_t tokens, int ahe
     int hits = 0;
     counts_.misses += feed_.begin(table_, first, catalog_.experts, counts, tokens, std::min(ahead, table_.size() / 2), &hits);
     counts_.hits += hits;
+    counts_.sweep_blocks += hits;  // of what a guess has handed out
   }
   work_.notify_all();
   return true;
@@ -40,7 +41,7 @@ int Cache::take(int64_t timeout_ns, int most, Feed::Block* out, std::string* err
     count = feed_.take(table_, out, most, &hits, &lost);
     counts_.hits += hits;
     counts_.misses += lost;
-    counts_.sweep_blocks += count;
+    if (!feed_.guessed()) counts_.sweep_blocks += count;
     if (count || feed_.over() || feed_.waits_for_return()) break;
     if (late) {
       *error = catalog_.name(feed_.awaited(table_)) + ": it has not come in time; the disk may have failed";

@@ -33,6 +33,14 @@ bool SlotTable::lease(Key key, Lease* lease, Why why) {
   return true;
 }
 
+bool SlotTable::hold(Key key, Lease* lease) {
+  const int slot = of_key_[size_t(key)];
+  if (slot < 0 || at(slot).state != State::ready) return false;
+  slots_[size_t(slot)].leases++;
+  *lease = {slot, at(slot).generation};
+  return true;
+}
+
 bool SlotTable::load(Key key, Why why, Lease* lease, bool* evicted, bool for_feed) {
   *evicted = false;
   if (of_key_[size_t(key)] >= 0) return false;

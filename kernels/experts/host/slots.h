@@ -55,6 +55,8 @@ class SlotTable final : private Evictable {
 
   // Takes a lease of a block that is here or on its way. False if it is neither.
   bool lease(Key, Lease*, Why = Why::demand);
+  // Takes a lease of a block that is here, which is no use of it: it stays as old as it was. False if it is not here.
+  bool hold(Key, Lease*);
   // Gives a block that is neither a slot to load into: a free one, else one whose block is ready and not leased, which is
   // thereby evicted (*evicted says so). Unless for a guess, with a lease. False, and nothing changed, if there is no such
   // slot, or the policy would rather wait. A guess never takes a wanted block's slot, a feed (feed.h) that of one wanted next
