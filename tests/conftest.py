@@ -13,11 +13,14 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+import quick_interpreter
+
 from services.engine.experts.store import Store
 from services.tools.repack import repack
 
 # As in the engine. torch's threads spin while they wait for one another: on a busy machine tests take ten times longer.
 torch.set_num_threads(1)
+quick_interpreter.install()
 
 DEMO = Path(__file__).parent.parent / "demo"
 
