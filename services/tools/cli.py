@@ -31,6 +31,7 @@ SUBCOMMANDS = {
     "ballast": Subcommand("services.tools.ballast", "hold a card's memory, so that only so much of it is free"),
     "ledger": Subcommand("services.tools.ledger", "what a model takes of a graphics card's memory, and what fits"),
     "plan": Subcommand("services.tools.plan", "what a machine will do with the model: memory, speed, what would help"),
+    "cards": Subcommand("services.tools.cards", "what plan says of the graphics cards that it knows, as a table"),
     "doctor": Subcommand("services.tools.doctor", "what is wrong with this machine, and what to do about it"),
     "report": Subcommand("services.tools.report", "one file about how this machine does, without private data"),
     "spread": Subcommand("services.tools.spread", "copy a store's blocks to a further disk, so that both are read"),
