@@ -9,7 +9,7 @@ from toy_engine import INFO, ToyExperts
 
 from kernels.experts.device.turns import Times
 from services.engine.gpu import nvml
-from services.engine.gpu.counts import DeviceCounts, Sizes, decoded, swept
+from services.engine.gpu.counts import DeviceCounts, Sizes, brought, decoded, swept
 from services.engine.metrics import Metrics, owner
 from services.engine.spent import PARTS, Spent, TokenTime
 
@@ -98,13 +98,14 @@ def test_a_graphs_token_adds_up() -> None:
 def test_counts_of_a_gpu() -> None:
     sizes = Sizes(block=1000, turn_to_gpu=10, turn_from_gpu=7, token_to_gpu=3, token_from_gpu=2)
     counts = decoded(BEFORE, tokens=4, late=1, last_waits_ns=500_000, sizes=sizes) + swept(5000)
+    counts += brought(300)  # to stay there
     assert counts == DeviceCounts(
         gpu_experts=40,
         host_experts=70,
         waited_s=0.0025,
         late=1,
         swept_bytes=5000,
-        to_gpu_bytes=40_000 + 50 + 12 + 5000,
+        to_gpu_bytes=40_000 + 50 + 12 + 5000 + 300,
         from_gpu_bytes=35 + 8,
     )
 

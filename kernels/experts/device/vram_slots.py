@@ -1,8 +1,8 @@
 """Expert blocks in a card's own memory: those that decode names most often, on cards with room for some.
 
 Owns that memory and the copies into it; which blocks, and who uses them, is vram_slots.cpp's and turns.cpp's. A block
-that is there is computed there and needs neither RAM nor PCIe, as far as the step's places on the card go (a step of
-several rows can name more); a prompt's sweep takes its blocks from RAM as ever. The bits are the same. Filled while
+that is there is computed there and needs neither RAM nor PCIe, as far as the step has items for such; a prompt's sweep takes
+its blocks from RAM as ever. The bits are the same. Filled while
 tokens run, a few blocks between two of them.
 """
 
@@ -66,6 +66,10 @@ class VramSlots:
         self.copied += count
         keys = np.empty(self.slots, np.int32)
         self._held = keys[: _library().thimble_vram_held(self.handle, keys.ctypes.data)]
+
+    @property
+    def copied_bytes(self) -> int:
+        return self.copied * self.memory.shape[1]
 
     def held(self) -> npt.NDArray[np.int32]:
         """The blocks that are there as layer * experts + expert, the coldest first."""

@@ -64,3 +64,8 @@ def decoded(times: Times, tokens: int, late: int, last_waits_ns: int, sizes: Siz
 
 def swept(copied_bytes: int) -> DeviceCounts:
     return DeviceCounts(swept_bytes=copied_bytes, to_gpu_bytes=copied_bytes)
+
+
+def brought(copied_bytes: int) -> DeviceCounts:
+    """Of blocks that stay in the card's memory, once each time that one comes there."""
+    return DeviceCounts(to_gpu_bytes=copied_bytes)

@@ -17,7 +17,7 @@ from kernels.experts.device.turns import TIMEOUT_NS, Route, SharedSlots, Turns
 from kernels.linear.octets import to_octets
 from services.engine.gpu import counts
 from services.engine.gpu.counts import DeviceCounts
-from services.engine.gpu.ledger import MOST_ITEMS, MOST_SEQUENCES
+from services.engine.gpu.ledger import MOST_SEQUENCES, most_items
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.ranges import named
 from services.engine.gpu.token import Replay, Token
@@ -74,7 +74,8 @@ class Decoder:
         config = weights.config
         self.weights, self.rows, self.layers, self.vram = weights, rows, len(config.moe_layers), slots.vram
         top_k = config.experts_per_token
-        items = min(rows * top_k, max(MOST_ITEMS, placement.share or 0))
+        kept = slots.vram.slots if slots.vram else 0
+        items = max(most_items(rows, top_k, kept), min(rows * top_k, placement.share or 0))
         step = ExpertStep(
             slots.host.catalog.layout, items, rows, top_k, pool.conv.device, placement.splits, octets=True
         )

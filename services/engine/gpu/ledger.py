@@ -29,7 +29,7 @@ DESKTOP_MIB = 7550  # what a desktop leaves of it
 BUDGETS = {"nothing else on the card": CARD_MIB, "with a desktop": DESKTOP_MIB}
 
 MOST_SEQUENCES = 4  # rows of a step, by the kernels
-MOST_ITEMS = 32  # experts that the GPU takes of one layer
+MOST_ITEMS = 32  # experts that the GPU takes of one layer, if it keeps none
 # What no tensor accounts for; `thimble bench decode` prints the driver's own figures. An empty context took 523 MiB on
 # an H200, with its 132 multiprocessors; what a gaming card takes is not measured. The engine itself goes by what is
 # free once its context exists, so that a wrong CONTEXT_BYTES cannot overfill a card.
@@ -118,11 +118,12 @@ def ledger(config: ModelConfig, dense: Layout, wanted: Wanted) -> Ledger:
         (f"states of {sequences} sequences, SSM and convolution in float32", sequences * state_bytes(config)),
         (f"KV, {pages} pages of {PAGE_TOKENS} tokens in {wanted.kv}", pages * page_bytes(config, wanted.kv)),
         ("what Mamba layers keep of drafts", kept_bytes(config, sequences) if wanted.drafts else 0),
+        ("a block of keys and values that comes back", page_bytes(config, wanted.kv)),
         ("page tables", sum(batches) * (3 + pages_for(tokens)) * 4),
         (f"attention workspaces for {len(batches)} batch sizes", attention_bytes(config, sum(batches), tokens)),
         (
             f"expert steps for {len(batches)} batch sizes",
-            sum(step_bytes(layout, min(rows * top_k, MOST_ITEMS), rows, top_k) for rows in batches),
+            sum(step_bytes(layout, most_items(rows, top_k, wanted.kept_blocks), rows, top_k) for rows in batches),
         ),
         ("activations", sum(rows * row_bytes(config) for rows in batches)),
         ("logits, masks and sampling", sum(rows * sampling_bytes(config.vocab_size) for rows in batches)),
@@ -269,6 +270,12 @@ def kept_bytes(config: ModelConfig, sequences: int) -> int:
 def attention_bytes(config: ModelConfig, sequences: int, tokens: int) -> int:
     """Of kernels/attention/gpu.py's Workspace."""
     return sequences * config.attention_heads * -(-tokens // _RUN_TOKENS) * (config.head_dim + 2) * _F32
+
+
+def most_items(rows: int, top_k: int, kept_blocks: int) -> int:
+    """How many experts of one layer the GPU takes at most: all of them where it keeps blocks, since one of its own that
+    it left to others they would look for in RAM, where nobody has used it for long."""
+    return rows * top_k if kept_blocks else min(rows * top_k, MOST_ITEMS)
 
 
 def step_bytes(layout: BlockLayout, items: int, rows: int, top_k: int) -> int:

@@ -60,6 +60,8 @@ class DevicePool(PagePool):
         self._free_places = list(range(places - 1, -1, -1))
         page_bytes = self.keys[0, 0].nbytes if self.keys.numel() else 1
         self._staging = torch.zeros(page_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        block_bytes = 2 * self.keys[:, :1].nbytes if pages else 0
+        self._landing = torch.zeros(block_bytes, dtype=torch.uint8, device=device)
 
     def pages_of(self, layer: int, key_scale: float, value_scale: float) -> Pages:
         """One attention layer's pages, as the kernels take them. The scales are those of FP8 pages only."""
@@ -97,10 +99,10 @@ class DevicePool(PagePool):
         piece.copy_(staged.view(piece.dtype).view(piece.shape))
 
     def stage(self, data: bytes | memoryview) -> Tensor:
-        """The bytes on the device, as a tensor of them."""
+        """At most a block's bytes on the device, as a tensor of them that is good until the next call's."""
         here = torch.empty(len(data), dtype=torch.uint8, pin_memory=self.conv.is_cuda)
         copy(host_view(here), data)
-        return here.to(self.conv.device)
+        return self._landing[: len(data)].copy_(here)
 
     def check(self, held: list[list[int]]) -> None:
         super().check(held)

@@ -232,8 +232,10 @@ class DeviceModel:
 
     def counts(self) -> DeviceCounts:
         """What the card did since the start."""
-        copied_bytes = self.sweep.experts.copied_bytes if self.sweep else 0
-        return sum((decoder.counts() for decoder in self.decoders), counts.swept(copied_bytes))
+        vram = self.decoders[0].vram
+        copied = counts.swept(self.sweep.experts.copied_bytes if self.sweep else 0)
+        copied += counts.brought(vram.copied_bytes if vram else 0)
+        return sum((decoder.counts() for decoder in self.decoders), copied)
 
     def close(self) -> None:
         for decoder in self.decoders:
