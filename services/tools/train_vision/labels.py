@@ -27,7 +27,7 @@ _GROUPS = {
 }
 COUNT = sum(count for count, _ in _GROUPS.values())
 CLASSES = len(CHARACTERS)
-PATCHES_WEIGHT = 3.0
+PATCHES_WEIGHT = 8.0
 NOTHING_WEIGHT = 0.1  # of a patch that nothing is on, as most are
 assert DIGITS <= LETTERS
 assert max(len(COLOURS), len(KINDS), MOST + 2) <= CLASSES

@@ -92,7 +92,9 @@ class Network(nn.Module):
         for block in range(config.blocks):
             shapes |= {f"blocks.{block}.{name}.weight": shape for name, shape in linears.items()}
         for name, shape in shapes.items():
-            spread = 0.02 if name == "class_tokens" else (0.5 if "fc2" in name else 1.0) * shape[-1] ** -0.5
+            # Rows for the language model begin about as large as its words' are.
+            smaller = 0.5 if "fc2" in name else 0.1 if name == "projector.down" else 1.0
+            spread = 0.02 if name == "class_tokens" else smaller * shape[-1] ** -0.5
             self._add(name, torch.randn(shape, generator=random) * spread)
         with torch.no_grad():
             self["position"].copy_(_waves(config.table, width))

@@ -4,9 +4,10 @@ from does not wait for what draws. Owns that memory.
 
 import queue
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -41,7 +42,7 @@ class Pool:
         for lesson in batch.lessons.tolist():
             slots.append(self._base[lesson] + self._drawn[lesson] % self._room[lesson])
             self._drawn[lesson] += 1
-        at = torch.tensor(np.array(slots)).to(self._device)
+        at = self._moved(np.array(slots))
         for kept, part in zip(self._tensors, batch.to(self._device).tensors(), strict=True):
             kept.index_copy_(0, at, part)
 
@@ -52,9 +53,14 @@ class Pool:
         chances = chances if chances.sum() else np.where(there > 0, 1.0, 0.0)
         lessons = self._random.choice(len(LESSONS), count, p=chances / chances.sum())
         rows = self._base[lessons] + (self._random.random(count) * there[lessons]).astype(int)
-        at = torch.from_numpy(rows).to(self._device)
+        at = self._moved(rows)
         self.taken += count
         return Batch(*(kept[at] for kept in self._tensors))
+
+    def _moved(self, rows: npt.NDArray[np.int_]) -> Tensor:
+        """To the device, without waiting for what it is doing."""
+        found = torch.from_numpy(rows)
+        return found.pin_memory().to(self._device, non_blocking=True) if self._device.startswith("cuda") else found
 
 
 class Feed:
@@ -63,7 +69,8 @@ class Feed:
     def __init__(self, batches: Iterable[Batch], pin: bool) -> None:
         self._ready: queue.Queue[Batch | Exception] = queue.Queue(4)
         self._stopped, self._pin = threading.Event(), pin
-        self._thread = threading.Thread(target=self._fetch, args=(batches,), daemon=True)
+        # Begun here: processes that draw are not to be forked by a thread beside others.
+        self._thread = threading.Thread(target=self._fetch, args=(iter(batches),), daemon=True)
         self._thread.start()
 
     def next(self, wait: bool) -> Batch | None:
@@ -80,7 +87,7 @@ class Feed:
         self._stopped.set()
         self._thread.join(10)
 
-    def _fetch(self, batches: Iterable[Batch]) -> None:
+    def _fetch(self, batches: Iterator[Batch]) -> None:
         try:
             for batch in batches:
                 ready = Batch(*(part.pin_memory() for part in batch.tensors())) if self._pin else batch

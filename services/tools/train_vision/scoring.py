@@ -10,6 +10,7 @@ painted  by other code: `painted.py`
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
@@ -61,8 +62,14 @@ def as_taught(asked: Asked) -> Asked:
 
 
 def batches(held_out: HeldOut, workers: int) -> Iterator[tuple[Batch, Topics]]:
-    loader: DataLoader[tuple[Batch, Topics]] = DataLoader(held_out, batch_size=None, num_workers=workers)
+    loader: DataLoader[tuple[Batch, Topics]] = DataLoader(
+        held_out, batch_size=None, num_workers=workers, collate_fn=_as_it_is
+    )
     yield from loader
+
+
+def _as_it_is(one: Any) -> Any:
+    return one  # tuples would become lists
 
 
 def lines(right: Counter[tuple[str, str]], asked: Counter[tuple[str, str]]) -> Iterator[str]:

@@ -85,6 +85,7 @@ class Training:
     def run(self, minutes: float, state: Path) -> None:
         """Goes on from `state`, if that is there, and keeps it up to date. Raises TeachingError if it is another's."""
         torch.set_float32_matmul_precision("high")
+        torch.backends.cuda.enable_cudnn_sdp(False)  # the others take masks of any kind
         if state.exists():
             self._load(state)
         drawings = Drawings(self._prompts, self.network.config, CHUNK, self.progress.batches)
@@ -101,9 +102,9 @@ class Training:
             feed.close()
 
     @torch.no_grad()
-    def score(self, rounds: int) -> list[str]:
+    def score(self, rounds: int, rows: int = scoring.ROWS) -> list[str]:
         """Held-out pictures, by examination and topic, as lines of text."""
-        held_out = scoring.HeldOut(self._prompts, self.network.config, rounds)
+        held_out = scoring.HeldOut(self._prompts, self.network.config, rounds, rows)
         right, asked = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
         for batch, topics in scoring.batches(held_out, min(self._options.workers, len(held_out))):
             batch = batch.to(self._device)
@@ -138,12 +139,13 @@ class Training:
         known = [0.0] * len(LESSONS)
         if self._options.compiled:
             self._compile(pool.take(rows, [1.0] * len(LESSONS)), stage)
+        lost = min(time.monotonic() - began, 0.9 * seconds)  # with that: none of it is for easy lessons and large steps
         tallies = torch.zeros(2, len(LESSONS), device=self._device)
         steps, recent, since, drawn = 0, 0.0, (0, time.monotonic()), pool.drawn
         floor = floor_ms(self.network.config, self.language, rows, stage, self._device)
         self._say(f"{stage}: {floor:.1f} ms a step would be its products alone")
         while (passed := before + time.monotonic() - began) < seconds or not steps:
-            part = min(1.0, passed / seconds) if seconds else 0.0
+            part = min(1.0, (passed - lost) / (seconds - lost)) if seconds else 0.0
             for group, rate in zip(self._optimiser.param_groups, RATES[stage], strict=True):  # up, and to nothing
                 group["lr"] = rate * min(1.0, (steps + 1) / 200) * 0.5 * (1 + math.cos(math.pi * part))
             watch.start(steps % 50 == 49)
@@ -221,10 +223,10 @@ class Training:
         given = (batch.patches, batch.grids, batch.labels, batch.on_patches)
         compiled: Told = torch.compile(self.tell, dynamic=False)
         try:
-            wanted = float(self.tell(*given)[1])
+            wanted = float(self.tell(*given)[1].detach())
             features, loss, _ = compiled(*given)
             (loss + 0 * features.float().sum()).backward()  # type: ignore[no-untyped-call]
-            found = float(loss)
+            found = float(loss.detach())
         except Exception as error:  # whatever a compiler may raise
             self._tell, why = self.tell, f"{type(error).__name__}: {str(error)[:300]}"
         else:
