@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import quick_interpreter
+from schedule import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
 
 from services.engine.experts.store import Store
 from services.tools.repack import repack
