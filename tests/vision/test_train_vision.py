@@ -235,11 +235,11 @@ def test_the_command_makes_a_checkpoint_that_is_read(
 
 def test_examinations_ask_what_their_pictures_show(training: Training, prompts: Prompts) -> None:
     lines = training.score(1, rows=1)
-    assert sum(int(line.split(" of ")[1].split()[0]) for line in lines if " all " not in line) == 5
+    assert sum(int(line.split(" of ")[1].split()[0]) for line in lines if " all " not in line) == 6
     assert {line.split()[2] for line in lines} <= {*scoring.EXAMS}
     held_out = scoring.HeldOut(prompts, training.network.config, 1, rows=2)
     asked = [one for _, topics in scoring.batches(held_out, 0) for one in topics]
-    assert len(asked) == 2 * len(held_out) == 10
+    assert len(asked) == 2 * len(held_out) == 12
     assert {exam for exam, _ in asked} <= {*scoring.EXAMS}
     assert scoring.as_taught(Asked("number", "?", "0417.")).answer == "It says 0417."
     assert scoring.as_taught(Asked("shape", "?", "circle.")).answer == "Circle."

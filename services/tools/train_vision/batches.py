@@ -1,5 +1,6 @@
 """Drawings as batches of any grids: patches, labels, and ids as the served model reads them. Owns no weights."""
 
+import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -125,6 +126,8 @@ class Drawings(IterableDataset[Batch]):
         worker = get_worker_info()
         number, count = (worker.id, worker.num_workers) if worker else (0, 1)
         torch.set_num_threads(1)
+        if worker:
+            os.nice(5)  # who learns, and compiles, goes first
         while True:
             yield self.batch(self._first + number)
             number += count

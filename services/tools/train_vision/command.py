@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from", dest="start", type=Path, help="a checkpoint that sees: begin with what fits of its tower"
     )
-    parser.add_argument("--score", type=int, default=8, help="320 held-out pictures each, examined at the end (8)")
+    parser.add_argument("--score", type=int, default=8, help="384 held-out pictures each, examined at the end (8)")
     parser.add_argument(
         "--state", type=Path, help="what an interrupted run goes on from (OUT.state); removed when it is done"
     )

@@ -14,6 +14,8 @@ from torch import Tensor
 from services.tools.train_vision.batches import Batch
 from services.tools.train_vision.lessons import LESSONS
 
+_WAITING = 64  # batches
+
 
 class Pool:
     """Room for each lesson by its share. `put` and `take` are of one thread."""
@@ -67,7 +69,7 @@ class Feed:
     """Batches out of an iterable, fetched by a thread of its own."""
 
     def __init__(self, batches: Iterable[Batch], pin: bool) -> None:
-        self._ready: queue.Queue[Batch | Exception] = queue.Queue(4)
+        self._ready: queue.Queue[Batch | Exception] = queue.Queue(_WAITING)
         self._stopped, self._pin = threading.Event(), pin
         # Begun here: processes that draw are not to be forked by a thread beside others.
         self._thread = threading.Thread(target=self._fetch, args=(iter(batches),), daemon=True)

@@ -1,13 +1,15 @@
 """Examinations at the end of the training: pictures never trained on, every token of the answer the likeliest one.
 
-narrow   small shapes and four digits on light paper: `plain.py`
-wide     things and numbers as they are taught, of other seeds, fonts and ways of asking
-text     likewise words and the rows of invoices
-painted  by other code: `painted.py`
+narrow     small shapes and four digits on light paper: `plain.py`
+wide       things and numbers as they are taught, of other seeds and fonts
+text       likewise words, others than those taught, and the rows of invoices
+otherwise  both, asked in words that are not taught: as much the language model's examination as the tower's
+painted    by other code: `painted.py`
 
 `thimble see` asks a running server the same kinds of questions. Owns no network.
 """
 
+import random
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -15,15 +17,15 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 
 from services.engine.vision.config import VisionConfig
-from services.tools.train_vision import plain
+from services.tools.train_vision import plain, scenes
 from services.tools.train_vision.batches import Batch, Prompts, Shown, batch, grid_of
 from services.tools.train_vision.drawings import HELD_OUT, drawing
 from services.tools.train_vision.painted import painting
 from services.tools.train_vision.scenes import TOPICS, Asked
 
 ROWS = 64
-_EACH = {"plain": 1, "drawn": 3, "painted": 1}  # batches of these, as often
-EXAMS = ("narrow", "wide", "text", "painted")
+_EACH = {"plain": 1, "drawn": 4, "painted": 1}  # batches of these, as often
+EXAMS = ("narrow", "wide", "text", "otherwise", "painted")
 Topics = list[tuple[str, str]]  # exam and topic of each row
 
 
@@ -51,8 +53,11 @@ class HeldOut(Dataset[tuple[Batch, Topics]]):
             image, _, asked = painting(number)
             return Shown(image, grid_of(image, self._config), [asked]), "painted"
         drawn = drawing(HELD_OUT + number)
-        exam = "text" if drawn.scene.kind in ("word", "invoice") else "wide"
-        return Shown(drawn.image, grid_of(drawn.image, self._config), [drawn.asked]), exam
+        exam, asked = "otherwise", drawn.asked
+        if number % 3:
+            exam = "text" if drawn.scene.kind in ("word", "invoice") else "wide"
+            asked = scenes.ask(drawn.scene, asked.topic, random.Random(number))
+        return Shown(drawn.image, grid_of(drawn.image, self._config), [asked]), exam
 
 
 def as_taught(asked: Asked) -> Asked:
@@ -84,4 +89,4 @@ def lines(right: Counter[tuple[str, str]], asked: Counter[tuple[str, str]]) -> I
 
 
 def _line(exam: str, topic: str, right: int, asked: int) -> str:
-    return f"held out, {exam:<8} {topic:<11}{right:>5} of {asked:<5}{100 * right / max(1, asked):6.1f} %"
+    return f"held out, {exam:<9} {topic:<11}{right:>5} of {asked:<5}{100 * right / max(1, asked):6.1f} %"

@@ -182,7 +182,7 @@ class Training:
 
     def _draw(self, feed: Feed, pool: Pool, wait: bool) -> None:
         """What has been drawn meanwhile, a few batches at most."""
-        for _ in range(1 if wait else 3):
+        for _ in range(1 if wait else 6):
             if (found := feed.next(wait)) is None:
                 return
             pool.put(found)
