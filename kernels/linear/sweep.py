@@ -1,7 +1,8 @@
 """Linear layers of a prompt's sweep on a GPU (or in the interpreter): any number of rows at once, on tensor cores.
 
-Owns the tiles, how weights get into a product and what happens to a result before it is stored. gpu.py owns the packed
-weights (`Linear`) and decode's products; both read the same bytes. All activations are in plain order.
+Owns the tiles, how weights get into a product and what happens to a result before it is stored; unpack.py makes
+numbers of their codes. gpu.py owns the packed weights (`Linear`) and decode's products; both read the same bytes. All
+activations are in plain order.
 
 A row's bits depend on the row and the weights alone: tiles, the order along K and instructions go by format, never by
 the number of rows. Products are of F16 or BF16 numbers, as the activations are, sums float32. Weights lose nothing: an
@@ -25,12 +26,13 @@ import triton.language as tl
 
 from kernels.elementary.gpu import bfloat16, float16, rounded_to
 from kernels.linear.gpu import Linear
+from kernels.linear.unpack import float_of, fp4_pair, fp8_pair, scale_pair
 
 Tensor = torch.Tensor
 Finish = Literal["store", "relu2", "gelu", "add"]
 
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-_UNPACKED = {torch.bfloat16: 2.0**10, torch.float16: 2.0**8}  # what unpacking NVFP4 leaves out of a weight: _fp4_pair
+_UNPACKED = {torch.bfloat16: 2.0**10, torch.float16: 2.0**8}  # what unpacking NVFP4 leaves out of a weight: unpack.py
 _VIEWS = {"NVFP4": torch.uint8, "FP8": torch.int16, "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -60,162 +62,10 @@ FINGERPRINT = "triton-f16 sweep " + " ".join(
 
 
 @triton.jit
-def _float(bits):
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _fp8_pair(codes, KIND: tl.constexpr):
-    """int16 with two E4M3 codes -> two numbers of KIND.
-
-    A code's bits in bfloat16's places are its value times 2^-120, in float16's times 2^-8, subnormal or not.
-    """
-    codes = codes.to(tl.int32)
-    if _INTERPRETED:
-        low = (_float(((codes & 0x80) << 24) | ((codes & 0x7F) << 20)) * 1.329227995784916e36).to(KIND)
-        high = (_float(((codes & 0x8000) << 16) | ((codes & 0x7F00) << 12)) * 1.329227995784916e36).to(KIND)
-    elif tl.float16 == KIND:
-        pair = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, m, c, z;
-            mov.b32 c, 0x5C005C00;
-            mov.b32 z, 0x80008000;
-            prmt.b32 a, $1, 0, 0x1404;
-            shr.b32 m, a, 1;
-            and.b32 m, m, 0x3F803F80;
-            lop3.b32 m, a, 0x80008000, m, 0xEA;
-            fma.rn.f16x2 $0, m, c, z;
-            }""",
-            "=r,r",
-            [codes],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-        low, high = _split(pair, KIND)
-    else:
-        pair = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, m, c, z;
-            mov.b32 c, 0x7B807B80;
-            mov.b32 z, 0x80008000;
-            prmt.b32 a, $1, 0, 0x1404;
-            shr.b32 m, a, 4;
-            and.b32 m, m, 0x07F007F0;
-            lop3.b32 m, a, 0x80008000, m, 0xEA;
-            fma.rn.bf16x2 $0, m, c, z;
-            }""",
-            "=r,r",
-            [codes],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-        low, high = _split(pair, KIND)
-    return low, high
-
-
-@triton.jit
-def _split(pair, KIND: tl.constexpr):
-    """int32 -> the numbers of KIND in its halves."""
-    return pair.to(tl.int16).to(KIND, bitcast=True), (pair >> 16).to(tl.int16).to(KIND, bitcast=True)
-
-
-@triton.jit
-def _scale_pair(codes, KIND: tl.constexpr):
-    """E4M3 codes, of values that are not negative -> int32: the value times 2^116 as a bfloat16, twice, or times 2^6 as
-    a float16, twice. In the interpreter the first as a float32's bits, for both."""
-    if _INTERPRETED:
-        value = _float((codes.to(tl.int32) & 0x7F) << 20) * 3.3230699894622897e35 * 3.3230699894622897e35
-        return value.to(tl.int32, bitcast=True)
-    if tl.float16 == KIND:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, c, z;
-            mov.b32 c, 0x74007400;
-            mov.b32 z, 0x80008000;
-            mul.lo.u32 a, $1, 0x00800080;
-            fma.rn.f16x2 $0, a, c, z;
-            }""",
-            "=r,r",
-            [codes.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    return tl.inline_asm_elementwise(
-        """{
-            .reg .b32 a, c, z;
-            mov.b32 c, 0x7A807A80;
-            mov.b32 z, 0x80008000;
-            mul.lo.u32 a, $1, 0x00100010;
-            fma.rn.bf16x2 a, a, c, z;
-            fma.rn.bf16x2 $0, a, c, z;
-            }""",
-        "=r,r",
-        [codes.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _fp4_pair(codes, scale, KIND: tl.constexpr):
-    """uint8 with two E2M1 codes, int32 of `_scale_pair` -> the two values times scale and 2^-10 as bfloat16, or times
-    scale and 2^-8 as float16.
-
-    A code's bits in bfloat16's places are its value times 2^-126, in float16's times 2^-14.
-    """
-    codes = codes.to(tl.int32)
-    if _INTERPRETED:
-        scale = _float(scale) * (4.0 if tl.float16 == KIND else 1.0)
-        low = (_float(((codes & 8) << 28) | ((codes & 7) << 22)) * scale).to(KIND)
-        high = (_float(((codes & 0x80) << 24) | ((codes & 0x70) << 18)) * scale).to(KIND)
-    elif tl.float16 == KIND:
-        pair = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 m, s, z;
-            mov.b32 z, 0x80008000;
-            mul.lo.u32 m, $1, 0x00200200;
-            mul.lo.u32 s, $1, 0x01001000;
-            and.b32 m, m, 0x0E000E00;
-            lop3.b32 m, s, 0x80008000, m, 0xEA;
-            fma.rn.f16x2 $0, m, $2, z;
-            }""",
-            "=r,r,r",
-            [codes, scale],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-        low, high = _split(pair, KIND)
-    else:
-        pair = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 m, s, z;
-            mov.b32 z, 0x80008000;
-            mul.lo.u32 m, $1, 0x00040040;
-            mul.lo.u32 s, $1, 0x01001000;
-            and.b32 m, m, 0x01C001C0;
-            lop3.b32 m, s, 0x80008000, m, 0xEA;
-            fma.rn.bf16x2 $0, m, $2, z;
-            }""",
-            "=r,r,r",
-            [codes, scale],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-        low, high = _split(pair, KIND)
-    return low, high
-
-
-@triton.jit
 def _halves(x):
     """float32 -> two bfloat16 whose sum has its first 16 bits; of infinity the second is zero, of NaN both are NaN."""
     bits = x.to(tl.int32, bitcast=True)
-    rest = tl.where(tl.abs(x) == float("inf"), 0.0, x - _float(bits & -0x10000))
+    rest = tl.where(tl.abs(x) == float("inf"), 0.0, x - float_of(bits & -0x10000))
     return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), bfloat16(rest)
 
 
@@ -288,11 +138,11 @@ def sweep_kernel(
             else:
                 block = (start // 16 + tl.arange(0, BK // 16))[None, :]
                 scale = _load(scales_rows + block, block < K // 16, WHOLE)
-            scale = tl.broadcast_to(_scale_pair(scale, KIND)[:, :, None], [BN, BK // 16, 8])
-            low, high = _fp4_pair(codes, tl.reshape(scale, [BN, BK // 2]), KIND)
+            scale = tl.broadcast_to(scale_pair(scale, KIND)[:, :, None], [BN, BK // 16, 8])
+            low, high = fp4_pair(codes, tl.reshape(scale, [BN, BK // 2]), KIND)
             weights = tl.reshape(tl.join(low, high), [BN, BK])
         elif FORMAT == "FP8":
-            low, high = _fp8_pair(codes, KIND)
+            low, high = fp8_pair(codes, KIND)
             weights = tl.reshape(tl.join(low, high), [BN, BK])
         elif FORMAT == "BF16":
             weights = codes if tl.bfloat16 == KIND else codes.to(tl.float32).to(KIND)
