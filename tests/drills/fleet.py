@@ -35,6 +35,7 @@ class Fleet:
         other variables of the environment of all."""
         self._folder = folder
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.answers = 0  # that `chat` has had
         self.engines = [f"engine{number}" for number in range(engines)]
         self.names = [*([REDIS] if redis_mb else []), *self.engines, API]
         ports = dict(zip(self.names, _free_ports(len(self.names)), strict=True))
@@ -118,6 +119,7 @@ class Fleet:
             try:
                 reply = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=30)
                 if reply.status_code == 200:
+                    self.answers += 1
                     return reply.json()
                 trouble = f"{reply.status_code} {reply.text}"
                 assert reply.status_code >= 500, trouble

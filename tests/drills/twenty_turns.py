@@ -24,6 +24,8 @@ from services.tools.repack import repack
 DEMO = Path(__file__).parents[2] / "demo"
 TURNS, WITH_PICTURE, WITH_TOOLS = 20, 3, (4, 11)
 SYSTEM = {"role": "system", "content": "You are a patient assistant."}
+AHEAD, SAVES = "thimble_api_reads_ahead_total", "thimble_api_snapshot_save_seconds_count"
+WRITES = "thimble_api_snapshot_writes_total"
 TOOL = {
     "type": "function",
     "function": {
@@ -98,18 +100,21 @@ def executed(fleet: Fleet) -> float:
     total = 0.0
     for name in fleet.engines:
         line = next(line for line in fleet.log(name).splitlines()[::-1] if line.startswith("ready:"))
-        total += _sum_of(line.split("metrics on ")[1], "thimble_prompt_tokens_total")
+        total += sum(_sums_of(line.split("metrics on ")[1], "thimble_prompt_tokens_total"))
     return total
 
 
 def settle(fleet: Fleet) -> None:
-    """Until the newest history is read ahead and stored: nothing grows any more."""
-    seen, since = -1.0, time.monotonic()
+    """Until the newest history is read ahead and stored. That is certain when each answer was stored, has been read
+    ahead of, and that has been stored; where one was not (a store in trouble), when nothing has grown for a while."""
+    seen, since = (-1.0,), time.monotonic()
     while time.monotonic() - since < 0.8:
-        now = _sum_of(f"{fleet.url}/metrics", "thimble_api_reads_ahead_total", "thimble_api_snapshot_writes_total")
+        ahead, stored, _ = now = _sums_of(f"{fleet.url}/metrics", AHEAD, SAVES, WRITES)
+        if (ahead, stored) == (fleet.answers, 2 * fleet.answers):
+            return
         if now != seen:
             seen, since = now, time.monotonic()
-        time.sleep(0.05)
+        time.sleep(0.02)
 
 
 def _ideal(folder: ModelFolder, text: str, thinking: bool, from_tool: bool) -> int:
@@ -139,10 +144,10 @@ def _tokens_of(fleet: Fleet, picture: dict[str, Any]) -> int:
     return int(counts[0] - counts[1])
 
 
-def _sum_of(url: str, *names: str) -> float:
+def _sums_of(url: str, *names: str) -> tuple[float, ...]:
     with urllib.request.urlopen(url, timeout=10) as answer:
         lines = answer.read().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names))
+    return tuple(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name)) for name in names)
 
 
 def main() -> int:
