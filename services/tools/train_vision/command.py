@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cuda = torch.cuda.is_available()
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--minutes", type=float, default=7.0, help="of training, runs before this one included (7)")
-    parser.add_argument("--batch", type=int, default=256, help="pictures a step for the tower alone (256)")
+    parser.add_argument("--batch", type=int, default=128, help="pictures a step for the tower alone (128)")
     parser.add_argument("--words", type=int, default=128, help="pictures a step before the language model (128)")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes that draw")
     parser.add_argument(

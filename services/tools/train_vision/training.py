@@ -25,7 +25,7 @@ from services.tools.train_vision.network import Network
 from services.tools.train_vision.pool import Feed, Pool
 from services.tools.train_vision.stopwatch import Stopwatch, floor_ms
 
-STAGES = {"tower": 0.42, "words": 0.58}  # of the minutes
+STAGES = {"tower": 0.5, "words": 0.5}  # of the minutes
 RATES = {"tower": (1e-3, 0.0, 1e-3), "words": (4e-4, 1.2e-3, 4e-4)}  # of tower, projector, head
 LABELS_WEIGHT = 0.05  # of the head's loss beside the words'
 CHUNK = 32  # drawings that come at once
