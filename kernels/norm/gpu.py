@@ -18,14 +18,33 @@ FINGERPRINT = f"triton-f32 norm{WARPS}"
 
 
 @triton.jit
-def rms_norm_kernel(x, weight, out, eps, K: tl.constexpr, PADDED: tl.constexpr):
-    """One program a row of x [M, K]. Any order of columns, the same for all three."""
+def normed(x, weight, eps, K: tl.constexpr, PADDED: tl.constexpr):
+    """A row x [K] -> its columns, which of them there are, x / rms(x) * weight."""
     at = tl.arange(0, PADDED)
     inside = at < K
-    row = tl.program_id(0) * K
-    values = tl.load(x + row + at, mask=inside, other=0.0)
+    values = tl.load(x + at, mask=inside, other=0.0)
     ratio = inverse_root(tl.sum(values * values, axis=0) * (1.0 / K), eps)
-    tl.store(out + row + at, values * ratio * tl.load(weight + at, mask=inside, other=0.0), mask=inside)
+    return at, inside, values * ratio * tl.load(weight + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def gated_normed(y, z, weight, group, eps, GROUP: tl.constexpr, PADDED: tl.constexpr, CACHED: tl.constexpr):
+    """One group of one row -> its columns, which of them there are, and u / rms(u) * weight of u = y * silu(z)."""
+    at = tl.arange(0, PADDED)
+    inside = at < GROUP
+    column = group * GROUP + at
+    values = tl.load(y + column, mask=inside, other=0.0, cache_modifier="" if CACHED else ".cg")
+    gated = values * silu(tl.load(z + column, mask=inside, other=0.0))
+    ratio = inverse_root(tl.sum(gated * gated, axis=0) * (1.0 / GROUP), eps)
+    return column, inside, gated * ratio * tl.load(weight + column, mask=inside, other=0.0)
+
+
+@triton.jit
+def rms_norm_kernel(x, weight, out, eps, K: tl.constexpr, PADDED: tl.constexpr):
+    """One program a row of x [M, K]. Any order of columns, the same for all three."""
+    row = tl.program_id(0) * K
+    at, inside, result = normed(x + row, weight, eps, K, PADDED)
+    tl.store(out + row + at, result, mask=inside)
 
 
 @triton.jit
@@ -34,13 +53,7 @@ def gated_group_norm(y, z, weight, out, group, eps, N: tl.constexpr, GROUP: tl.c
 
     y may have been written by other programs of the same launch: it is not read through a multiprocessor's own cache.
     """
-    at = tl.arange(0, PADDED)
-    inside = at < GROUP
-    column = group * GROUP + at
-    values = tl.load(y + column, mask=inside, other=0.0, cache_modifier=".cg")
-    gated = values * silu(tl.load(z + column, mask=inside, other=0.0))
-    ratio = inverse_root(tl.sum(gated * gated, axis=0) * (1.0 / GROUP), eps)
-    result = gated * ratio * tl.load(weight + column, mask=inside, other=0.0)
+    column, inside, result = gated_normed(y, z, weight, group, eps, GROUP, PADDED, False)
     tl.store(out + octet_place(column, N), result, mask=inside)
 
 

@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.elementary.gpu import inverse_root, rounded_to, silu
+from kernels.elementary.gpu import rounded_to
+from kernels.norm.gpu import gated_normed, normed
 
 Tensor = torch.Tensor
 
@@ -19,13 +20,9 @@ FINGERPRINT = f"triton-f32 sweep norm{WARPS}"
 @triton.jit
 def sweep_rms_norm_kernel(x, weight, out, eps, K: tl.constexpr, PADDED: tl.constexpr):
     """One program a row of x and out [M, K]."""
-    at = tl.arange(0, PADDED)
-    inside = at < K
     row = tl.program_id(0).to(tl.int64) * K
-    values = tl.load(x + row + at, mask=inside, other=0.0)
-    ratio = inverse_root(tl.sum(values * values, axis=0) * (1.0 / K), eps)
-    normed = values * ratio * tl.load(weight + at, mask=inside, other=0.0)
-    tl.store(out + row + at, rounded_to(normed, out), mask=inside)
+    at, inside, result = normed(x + row, weight, eps, K, PADDED)
+    tl.store(out + row + at, rounded_to(result, out), mask=inside)
 
 
 @triton.jit
@@ -42,15 +39,10 @@ def sweep_gated_norm_kernel(
     PADDED: tl.constexpr,
 ):
     """Program (group, row): u = y * silu(z), u / rms(u) * weight."""
-    at = tl.arange(0, PADDED)
-    inside = at < GROUP
-    column = tl.program_id(0) * GROUP + at
     row = tl.program_id(1).to(tl.int64)
-    values = tl.load(y + row * y_stride + column, mask=inside, other=0.0)
-    gated = values * silu(tl.load(z + row * z_stride + column, mask=inside, other=0.0))
-    ratio = inverse_root(tl.sum(gated * gated, axis=0) * (1.0 / GROUP), eps)
-    normed = gated * ratio * tl.load(weight + column, mask=inside, other=0.0)
-    tl.store(out + row * N + column, rounded_to(normed, out), mask=inside)
+    rows = y + row * y_stride, z + row * z_stride
+    column, inside, result = gated_normed(rows[0], rows[1], weight, tl.program_id(0), eps, GROUP, PADDED, True)
+    tl.store(out + row * N + column, rounded_to(result, out), mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
