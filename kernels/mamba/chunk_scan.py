@@ -4,6 +4,8 @@
     steps    each token's time step, and the sums of the logarithms of its chunk's decays, as integers
     scan     chunk after chunk
 
+The engine's sweep goes token by token instead (sweep.py): this is what `thimble bench scan` holds it against.
+
 Formulas and the rule where chunks begin: chunks.py. A program carries the state of its rows through all chunks, so that
 nothing but the state goes from one to the next. Products of matrices take float32 in three TF32 parts.
 """
