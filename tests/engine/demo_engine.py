@@ -48,7 +48,8 @@ class Demo:
 @contextmanager
 def demo(store: Store, **settings: Any) -> Iterator[Demo]:
     registry = CollectorRegistry()
-    config = EngineConfig(store=store.folder, **{"hot_states_gb": 0.1, "warm_dir": "-", **settings})
+    # How many reads at once are best is measured at every start, over half a second: once is enough for all tests.
+    config = EngineConfig(store=store.folder, **{"hot_states_gb": 0.1, "warm_dir": "-", "readers": 2, **settings})
     parts = load(config, registry, say=lambda text: None)
     engine = Engine(parts.info, parts.scheduler, parts.experts, parts.grammars, parts.sight)
     running = Demo(engine, registry, store)

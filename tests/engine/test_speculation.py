@@ -61,7 +61,7 @@ def engine(
     store: Store, mode: str, change: Callable[[Speculation], None] = lambda _: None, **settings: Any
 ) -> Iterator[Running]:
     registry = CollectorRegistry()
-    given = {"hot_states_gb": 0.01, "warm_dir": "-", "device": "cpu", "kv_gb": 0.01, **settings}
+    given = {"hot_states_gb": 0.01, "warm_dir": "-", "device": "cpu", "kv_gb": 0.01, "readers": 2, **settings}
     parts = load(EngineConfig(store=store.folder, speculation=mode, **given), registry, say=lambda text: None)
     change(parts.scheduler.speculation)
     running = Engine(parts.info, parts.scheduler, parts.experts, parts.grammars)
