@@ -26,8 +26,9 @@ types: .venv/test.stamp
 native: .venv/test.stamp
 	-$(BIN)/python -m kernels.build
 
+# Tests start a hundred processes: their modules are compiled once, whatever the environment says.
 unit: native
-	$(BIN)/pytest -m "not gpu and not compose" -n $(JOBS) --dist loadfile
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m "not gpu and not compose" -n $(JOBS) --dist loadfile
 
 # The compose stack on a real Docker engine (DOCKER_HOST), with stand-in base images; see tests/stack/drill/README.md.
 drill: .venv/test.stamp
