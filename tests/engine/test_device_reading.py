@@ -18,6 +18,8 @@ VOCAB = 50
 
 
 class Pool:
+    kept = None  # no drafts
+
     def require(self, pages: int) -> None:
         pass
 

@@ -1,9 +1,8 @@
 """Expert blocks in a card's own memory: those that decode names most often, on cards with room for some.
 
 Owns that memory and the copies into it; which blocks, and who uses them, is vram_slots.cpp's and turns.cpp's. A block
-that is there is computed there and needs neither RAM nor PCIe, as far as the step has items for such; a prompt's sweep takes
-its blocks from RAM as ever. The bits are the same. Filled while
-tokens run, a few blocks between two of them.
+that is there is computed there and needs neither RAM nor PCIe, as far as the step has items for such; a prompt's sweep
+takes its blocks from RAM as ever. The bits are the same. Filled while tokens run, a few blocks between two of them.
 """
 
 import ctypes
