@@ -153,6 +153,7 @@ def run(args: argparse.Namespace) -> int:
                     if args.out:
                         record(args.out, cell, note)
                     cells.finish(*cell_name(args, share, tokens))
+            del bench  # it holds the card's memory, which the next share needs
     return 0
 
 
