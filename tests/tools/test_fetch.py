@@ -121,7 +121,8 @@ def test_a_file_that_stays_wrong_is_refused_and_named(
 def test_killed_it_goes_on_with_what_it_had(hub: Hub, tmp_path: Path) -> None:
     """SIGKILL while a shard is under way; the next run asks for the rest of it only."""
     hub.breaks[SHARD] = 10_000
-    code = "import sys; from services.tools import cli, hub; hub.CHUNK_BYTES = 1000; sys.exit(cli.main(sys.argv[1:]))"
+    code = "import sys, time; sleep = time.sleep; time.sleep = lambda seconds: sleep(min(seconds, 0.01)); "
+    code += "from services.tools import cli, hub; hub.CHUNK_BYTES = 1000; sys.exit(cli.main(sys.argv[1:]))"
     words = [sys.executable, "-c", code, "fetch", hub.model, str(tmp_path / "c"), "--endpoint", hub.url]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not any(path.endswith(SHARD) and wanted == "bytes=40000-" for path, wanted in hub.requests):
