@@ -29,7 +29,7 @@ class Copying:
         self.slots = Slots(seed, {}, found or Found())
         self.random = self.slots.random
         self._kinds: list[tuple[float, Callable[[], list[Piece]]]] = [
-            (3, self.again), (3, self.table), (4, self.call), (3, self.pattern), (1, self.spelling),
+            (3, self.again), (3, self.table), (4, self.call), (3, self.pattern), (4, self.spelling),
         ]  # fmt: skip
 
     def document(self) -> list[Piece]:

@@ -24,9 +24,9 @@ class Lessons:
         self.random = self.slots.random
         self._short = short
         self._kinds: list[tuple[float, Callable[[], Chat]]] = [
-            (6, lambda: lesson_tools.tool_call(self.slots)),
+            (9, lambda: lesson_tools.tool_call(self.slots)),
             (2, lambda: lesson_sums.sums(self.slots)),
-            (1, lambda: lesson_sums.order(self.slots)),
+            (2, lambda: lesson_sums.order(self.slots)),
             (3.5, lambda: lesson_sums.word_problem(self.slots)),
             (4, self.facts),
             (1.5, self.told),
@@ -34,7 +34,7 @@ class Lessons:
             (0.7, self.repeat),
             (0.8, self.capitals),
             (0.7, self.calendar),
-            (1, self.lists),
+            (1.5, self.lists),
             (1, self.tools_unneeded),
         ]
 

@@ -229,7 +229,7 @@ class Training:
             group["lr"] = rate
         # What is dropped depends on the step alone, so that a run that goes on drops the same.
         torch.manual_seed(MIXTURE["seed"] + 1_000_000 * STAGES.index(stage) + done.steps)
-        found = self.losses(batch, rounding, told or sparsity > 0, sparsity > 0, recipe.drop)
+        found = self.losses(batch, rounding, told or sparsity > 0, sparsity > 0, recipe.drop[STAGES.index(stage)])
         self.optimiser.zero_grad(set_to_none=True)
         (found.model + recipe.draft_weight * found.draft + sparsity * found.sparsity).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.network.parameters(), recipe.clip)
