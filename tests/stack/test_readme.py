@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import dataclasses
 import fnmatch
 import importlib
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from services.tools import cards
 from services.tools.cli import SUBCOMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +146,16 @@ def test_every_figure_is_a_row_of_the_results() -> None:
         measured = [float(row["value"]) for row in rows if (row["name"], row["machine"]) == (name, machine)]
         digits = len(value.partition(".")[2])
         assert any(round(number, digits) == float(value) for number in measured), (name, value, measured)
+
+
+def test_the_table_of_cards_is_the_rows_of_the_results() -> None:
+    rows = csv.DictReader((ROOT / "tests/bench/results/build-2core.csv").read_text().splitlines())
+    [block] = re.findall(r"<!-- cards -->\n(.*?)<!-- end of cards -->", README, re.DOTALL)
+    lines = cards.recorded(rows)
+    assert len(lines) > 10
+    assert block.splitlines() == list(cards.table(lines))
+    slower = [dataclasses.replace(lines[0], tok_s=lines[0].tok_s - 1), *lines[1:]]
+    assert block.splitlines() != list(cards.table(slower))
 
 
 def test_settings_named_here_exist() -> None:
