@@ -17,11 +17,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
-from PIL import Image
+from PIL import Image, ImageColor
 from PIL.PngImagePlugin import PngInfo
 
 WIDTH_PX, ROW_PX, HEAD_PX, GAP_PX = 1200, 34, 44, 6
-COLUMNS, DPI, SHADES = 24, 100, 256
+COLUMNS, DPI, SHADES = 24, 100, 144
 LETTER_PX, LINE_PX = 6.8, 17  # of text of size 9, about
 PAGE, SURFACE, EDGE, GRID, TEXT, FAINT = "#111217", "#181b1f", "#2c2f36", "#2c2f36", "#d5d5e3", "#9a9aab"
 PALETTE = ("#73BF69", "#F2CC0C", "#5794F2", "#FF780A", "#F2495C", "#B877D9", "#8AB8FF", "#37872D", "#C4162A", "#96D98D")
@@ -96,10 +96,17 @@ def draw(title: str, panels: Sequence[Panel], data: Mapping[str, Sequence[Series
     FigureCanvasAgg(figure).print_png(content)
     about = PngInfo()
     about.add_text("panels", titles(panels))
-    # Few colours are enough for flat surfaces and lines, and a third of the size.
-    image = Image.open(content).convert("RGB").quantize(SHADES, dither=Image.Dither.NONE)
-    image.save(file, optimize=True, pnginfo=about)
+    _few_colours(Image.open(content).convert("RGB"), panels).save(file, optimize=True, pnginfo=about)
     return empty
+
+
+def _few_colours(image: Image.Image, panels: Sequence[Panel]) -> Image.Image:
+    """Enough for flat surfaces and lines, and a third of the size. Those that tell series apart stay what they are."""
+    kept = {*PALETTE, *NAMED.values()}.union(*((panel.colours or {}).values() for panel in panels))
+    found = image.quantize(SHADES, dither=Image.Dither.NONE).getpalette() or []
+    palette = Image.new("P", (1, 1))
+    palette.putpalette(found[: 3 * SHADES] + [part for name in sorted(kept) for part in ImageColor.getrgb(name)])
+    return image.quantize(palette=palette, dither=Image.Dither.NONE)
 
 
 def key(panel: Panel) -> str:
@@ -186,7 +193,7 @@ def _timeseries(canvas: _Canvas, panel: Panel, series: Sequence[Series]) -> None
     x, y, w, h = canvas.inside(panel)
     colours = [_colour(panel, one, number) for number, one in enumerate(series)]
     legend_px = _legend(canvas, x, y + h, w, [one.name for one in series], colours)
-    axes = canvas.axes(x + 58, y + 4, w - 66, h - legend_px - 26)
+    axes = canvas.axes(x + 58, y + 4, w - 82, h - legend_px - 26)
     begin, end = (edge(time for one in series for time, _ in one.points) for edge in (min, max))
     highest = 0.0
     for (times, values, below), colour in zip(_courses(panel, series), colours, strict=True):

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 from dashboard_panels import KINDS, Panel, UnknownPanel, panels_of
-from dashboard_picture import SCALES, Series, draw, key, shown, size_px
+from dashboard_picture import SCALES, Series, draw, key, shown, size_px, titles
 from panels import DASHBOARDS
 from PIL import Image
+
+PICTURES = DASHBOARDS[0].parents[1] / "pictures"
+MOST_BYTES = 150_000
 
 
 def made_up(panels: list[Panel]) -> dict[str, list[Series]]:
@@ -113,3 +116,14 @@ def test_stacked_series_stand_on_each_other(tmp_path: Path) -> None:
 )
 def test_numbers_are_written_with_their_units(value: float, unit: str, text: str) -> None:
     assert shown(value, unit) == text
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.stem)
+def test_the_pictures_are_of_these_panels(dashboard: Path) -> None:
+    picture = PICTURES / f"{dashboard.stem}.png"
+    panels = panels_of(dashboard)
+    assert picture.stat().st_size <= MOST_BYTES
+    with Image.open(picture) as image:
+        again = "python tests/e2e/draw_dashboards.py grafana/pictures"
+        assert image.size == size_px(panels), again
+        assert image.text["panels"] == titles(panels), again
