@@ -52,10 +52,11 @@ def token() -> None:
     turns = SimpleNamespace(times=lambda: None, serve=lambda turns: turns, retire=lambda: None, stopped=0, waited=0)
     decoder.turns = turns  # type: ignore[assignment]
     decoder.spent, decoder.vram = Anything(), None  # type: ignore[assignment]
-    inputs = SimpleNamespace(fill=lambda states: None, host_x=torch.zeros(2, 8))
-    decoder.token = SimpleNamespace(inputs=inputs, host_logits=torch.zeros(2))  # type: ignore[assignment]
+    inputs = SimpleNamespace(fill=lambda states, drafts: None, host_x=torch.zeros(2, 8))
+    pool = SimpleNamespace(kept=None)
+    decoder.token = SimpleNamespace(inputs=inputs, host_logits=torch.zeros(2), pool=pool)  # type: ignore[assignment]
     decoder.graph = Anything()  # type: ignore[assignment]
-    decoder.run([SimpleNamespace(state=None, id=0, embedding=torch.zeros(8))] * 2)  # type: ignore[list-item]
+    decoder.run([SimpleNamespace(state=None, id=0, embedding=torch.zeros(8), draft=False)] * 2)  # type: ignore[list-item]
 
 
 def test_a_token(said: list[str]) -> None:

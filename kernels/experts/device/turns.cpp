@@ -92,6 +92,7 @@ int Turns::share(int ready, int waiting, int own) {
   const auto take = [&](int taken) {
     taken_ = taken;
     left_ = ready + waiting - taken;
+    comparable_ = ready > 0 && !waiting;
     times_.host_experts += left_;
     return taken;
   };
@@ -157,13 +158,14 @@ void Turns::demanded() {
 
 // Both should finish together. Moving d experts to the GPU takes d host experts' time off the host's side and adds d of the
 // GPU's to its own: where the GPU waited, that gives d. Where it did not wait it may have been late, by how much is not
-// known, and the share goes down by a little. A quarter of each step is made, since turns differ.
+// known, and the share goes down by a little; so too where it took all, or it would for ever. A quarter of each step is
+// made, since turns differ. A wait for the disk says nothing of how fast either is.
 void Turns::adapt(int64_t host_ns) {
   const int64_t waited_ns = *memory_.waited_ns;
   times_.waited_ns += waited_ns;
-  if (fixed_share_ >= 0 || left_ == 0) return;
+  if (fixed_share_ >= 0 || !comparable_) return;
   const double waited = double(waited_ns) / double(host_ns);
-  if (waited > 0.03) {
+  if (left_ && waited > 0.03) {
     const double host_expert = 1.0 / left_, gpu_expert = taken_ ? (1.0 - std::min(1.0, waited)) / taken_ : host_expert;
     share_ += 0.25 * std::min(2.0, waited / (host_expert + gpu_expert));
   } else {

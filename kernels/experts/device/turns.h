@@ -108,6 +108,7 @@ class Turns final : private Partner {
   double share_ = 0, carry_ = 0;
   std::vector<Key> hints_;
   int taken_ = 0, left_ = 0;  // experts of the turn in hand: the GPU's out of RAM, and the workers'
+  bool comparable_ = false;   // both could have had all of them at once: none came from the disk
   std::chrono::steady_clock::time_point seen_;  // when the turn in hand was
   Times times_;
 };
