@@ -100,7 +100,7 @@ class Predicting:
         self._logits = logits
 
     def draft(self, sequences: Seq[Sequence]) -> list[int | None]:
-        known = [s for s in sequences if s.state is not None and s.state.drafting is not None]
+        known = [s for s in sequences if s.state is not None and s.state.can_draft]
         found: dict[Sequence, int | None] = {}
         if known:
             states = [s.state for s in known if s.state is not None]

@@ -126,11 +126,14 @@ def load(
             sizes = Sizes(
                 plan.sequences, plan.device.ledger.wanted.step_rows, plan.context_tokens, plan.pages,
                 plan.device.chunk_tokens, plan.device.kv, guesses=guesses, drafts=bool(plan.drafts),
+                head="mtp" in plan.drafts,
                 vision_bytes=plan.device.ledger.wanted.vision_bytes,
                 kept_blocks=plan.device.ledger.wanted.kept_blocks,
             )  # fmt: skip
             device = open_device(store, experts, sizes, say)
             network, new_state = device.model, DeviceState
+            if device.model.head is not None:
+                sources.append(Predicting(device.model.head.logits))
             if trace is not None:
                 device.model.trace(trace)
             pool: PagePool = device.pool

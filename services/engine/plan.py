@@ -176,14 +176,15 @@ def _drafts(config: EngineConfig, store: Store, device: DevicePlan | None) -> tu
         return (), "off: the card has no room for steps of two tokens"
     if config.trace:
         return (), "off: a trace is of routing without drafts"
-    head = "the model's own"
+    kinds, head = ["ngram"], "the model's own"
     if store.draft_file is None:
         head = "the store has no multi-token-prediction block"
-    elif device is not None:
-        head = "the model's own not on a GPU yet"
-    kinds = ("ngram", "mtp") if store.draft_file is not None and device is None else ("ngram",)
+    elif device is not None and not device.ledger.wanted.head_bytes:
+        head = "no room for the model's own beside a comfortable context on the card"
+    else:
+        kinds.append("mtp")
     when = "always" if config.speculation == "on" else "as long as they pay"
-    return kinds, f"{config.speculation}: drafts are tried {when}: copies of what was read or said; {head}"
+    return tuple(kinds), f"{config.speculation}: drafts are tried {when}: copies of what was read or said; {head}"
 
 
 def dense_bytes(expected: Expected) -> int:

@@ -72,6 +72,11 @@ class State:
         return self._fresh(self._ssm)
 
     @property
+    def can_draft(self) -> bool:
+        """The multi-token-prediction block knows of its newest token."""
+        return self.drafting is not None
+
+    @property
     def tokens(self) -> int:
         return len(self.ids)
 

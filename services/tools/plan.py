@@ -252,7 +252,7 @@ def draft_lines(shape: Shape, machine: Box, one: Ours, draft_bytes: int) -> Iter
     own, copied = (two_tokens(shape, machine, one.hits, size) for size in (draft_bytes, 0))
     yield (
         f"\nTwo tokens in a step, if {100 * REPEATED:.0f} % of a layer's experts come again: {own.two_ms:.1f} ms, "
-        f"a draft of the model's own {own.draft_ms:.1f} ms (not on a GPU yet)"
+        f"a draft of the model's own {own.draft_ms:.1f} ms"
     )
     for accepted in ACCEPTED:
         gain = own.gain(accepted)

@@ -16,16 +16,18 @@ from kernels.experts.decode_step import ExpertStep
 from kernels.sampling.gpu import Sampler
 from services.engine.config import EngineConfig
 from services.engine.errors import MemoryPlanError
-from services.engine.experts.store import Store
+from services.engine.experts.store import DRAFT, Store
 from services.engine.gpu import ledger as ledgers
 from services.engine.gpu import plan as planning
+from services.engine.gpu.head_token import HeadToken
 from services.engine.gpu.ledger import CARD_MIB, DESKTOP_MIB, MIB, Kv, Wanted, ledger, longest_context, require
 from services.engine.gpu.memory import DevicePool
 from services.engine.gpu.plan import plan_device
 from services.engine.gpu.token import Token
-from services.engine.gpu.weights import DeviceWeights
+from services.engine.gpu.weights import DeviceWeights, HeadWeights
 from services.engine.pages import PAGE_TOKENS
 from services.engine.vision.device import card_bytes
+from services.engine.weights import draft_tensors
 from services.tools import small_checkpoint, synthetic_vision
 from services.tools.cli import main
 from services.tools.repack import repack
@@ -81,6 +83,56 @@ def test_states_and_pages_take_what_the_ledger_says(kv: Kv) -> None:
     assert kept is not None
     steps = 2 * 4 * len(SMALL.mamba_layers) * SMALL.mamba_heads
     assert drafts["what Mamba layers keep of drafts"] == kept.nbytes + steps
+    one_more = DevicePool(SMALL, CPU, places=3, pages=7, kv=kv, head=True)
+    headed = dict(ledger(SMALL, dense_layout(SMALL), Wanted(3, 500, kv, pages=7, head_bytes=1000)).lines)
+    assert headed[f"KV, 7 pages of {PAGE_TOKENS} tokens in {kv}"] == one_more.keys.nbytes + one_more.values.nbytes
+    assert headed["multi-token-prediction block"] == 1000 + ledgers.head_bytes(SMALL, 3)
+
+
+def test_the_block_that_drafts_takes_what_the_ledger_says(tmp_path: Path) -> None:
+    """Its weights against the loader's own count, its buffers against what they hold; one id and two are a graph."""
+    store = repack(small_checkpoint.write(tmp_path / "c"), tmp_path / "store", say=lambda _: None)
+    draft, config = store.draft(), store.config
+    assert draft is not None
+    weights = HeadWeights.load(draft, DeviceWeights.load(store.dense(), config, CPU), CPU)
+    layout = ledgers.read_layout(store.folder / DRAFT)
+    assert ledgers.head_weight_bytes(config, layout) == weights.network.size_bytes
+    pool, turns = DevicePool(config, CPU, places=2, pages=2, head=True), cast(Any, SimpleNamespace(guesses=0))
+    own = 0
+    for rows in ledgers.HEAD_ROWS:
+        token = HeadToken(weights, pool, cast(Any, SimpleNamespace(tokens=rows)), turns, 100)
+        own += sum(each.nbytes for each in (token.before, token.x, token.normed, token.both))
+    assert ledgers.head_bytes(config, 2) == own + 2 * ledgers.HIDDEN_STATES * 4 * config.hidden_size
+    plain, headed = (ledger(config, layout, Wanted(head_bytes=size)) for size in (0, 1))
+    rows = sum(ledgers.HEAD_ROWS)
+    assert headed.total_bytes - plain.total_bytes > rows * ledgers.row_bytes(config) + 2 * ledgers.GRAPH_BYTES
+
+
+@pytest.mark.parametrize(
+    ("card_mib", "settings", "headed"),
+    [(8151, {}, False), (8151, {"prefill_chunk_tokens": 512}, True), (9000, {}, True)],
+    ids=str,
+)
+def test_the_block_that_drafts_is_on_a_card_that_has_room_for_a_context_too(
+    card_mib: int, settings: dict[str, Any], headed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BF16, as published; whether it is there changes how long a context can be, and nothing else."""
+    expected = draft_tensors(SUPER)
+    draft = {name: ("BF16", shape) for name, shape in expected.plain.items()}
+    draft |= {f"{name}.weight": ("BF16", shape) for name, shape in expected.linears.items()}
+    monkeypatch.setattr(planning, "stored_layout", lambda _: DENSE)
+    monkeypatch.setattr(planning, "read_layout", lambda _: draft)
+    store = SimpleNamespace(config=SUPER, folder=Path(), vision=lambda: None, draft_file=object())
+    free_bytes = card_mib * MIB - ledgers.CONTEXT_BYTES
+    config = EngineConfig(max_sequences=1, **settings)
+    plan = plan_device(config, cast(Store, store), free_bytes)
+    assert (plan.ledger.wanted.head_bytes > 200 * MIB) == headed
+    assert plan.context_tokens >= 16_384
+    assert plan.ledger.total_bytes <= card_mib * MIB
+    off = plan_device(replace(config, speculation="off"), cast(Store, store), free_bytes)
+    assert off.ledger.wanted.head_bytes == 0
+    assert off.context_tokens > plan.context_tokens
+    assert (off.sequences, off.chunk_tokens) == (plan.sequences, plan.chunk_tokens)
 
 
 def test_weights_take_what_the_ledger_says(demo_store: Store) -> None:
@@ -269,7 +321,7 @@ def test_pictures_are_read_on_a_card_that_has_room_for_them(
     """The context comes first; what pictures take is in the ledger, and what they would take is said."""
     monkeypatch.setattr(planning, "stored_layout", lambda _: DENSE)
     weights = synthetic_vision.holes(tmp_path / "vision.safetensors")
-    store = cast(Store, SimpleNamespace(config=SUPER, folder=None, vision=lambda: weights))
+    store = cast(Store, SimpleNamespace(config=SUPER, folder=None, vision=lambda: weights, draft_file=None))
     config = EngineConfig(**settings)
     plan = plan_device(config, store, free_bytes=card_mib * MIB - ledgers.CONTEXT_BYTES)
     print(plan)
@@ -295,7 +347,7 @@ def test_what_is_automatic_fits_the_card(
 ) -> None:
     """Short prompts' rows and drafts cost context, but never the last of it."""
     monkeypatch.setattr(planning, "stored_layout", lambda _: DENSE)
-    store = cast(Store, SimpleNamespace(config=SUPER, folder=None, vision=lambda: None))
+    store = cast(Store, SimpleNamespace(config=SUPER, folder=None, vision=lambda: None, draft_file=None))
     plan = plan_device(EngineConfig(), store, free_bytes=card_mib * MIB - ledgers.CONTEXT_BYTES)
     assert (plan.sequences, plan.ledger.wanted.step_rows, plan.context_tokens) == (sequences, rows, tokens)
     assert plan.ledger.wanted.drafts == (2 in rows)

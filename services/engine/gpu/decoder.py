@@ -17,11 +17,12 @@ from kernels.experts.device.turns import TIMEOUT_NS, Route, SharedSlots, Turns
 from kernels.linear.octets import to_octets
 from services.engine.gpu import counts
 from services.engine.gpu.counts import DeviceCounts
+from services.engine.gpu.head_token import HeadToken
 from services.engine.gpu.ledger import MOST_SEQUENCES, most_items
-from services.engine.gpu.memory import DevicePool, DeviceState
+from services.engine.gpu.memory import DevicePool
 from services.engine.gpu.ranges import named
-from services.engine.gpu.token import Replay, Token
-from services.engine.gpu.weights import DeviceWeights
+from services.engine.gpu.token import Place, Replay, Token
+from services.engine.gpu.weights import DeviceWeights, HeadWeights
 from services.engine.spent import Spent
 
 
@@ -51,7 +52,7 @@ class Row:
     picture's place, what stands there instead of the id's embedding: float32 [hidden]. With `draft` the id is only
     tried: what the sequence remembers is as before it."""
 
-    state: DeviceState
+    state: Place
     id: int
     embedding: Tensor | None = None
     draft: bool = False
@@ -69,10 +70,12 @@ class Decoder:
         context_tokens: int,
         placement: Placement = Placement(),
         replay: Replay | None = None,
+        head: HeadWeights | None = None,
     ) -> None:
+        """`head`: of a multi-token-prediction block, whose network `weights` are."""
         assert 1 <= rows <= MOST_SEQUENCES
         config = weights.config
-        self.weights, self.rows, self.layers, self.vram = weights, rows, len(config.moe_layers), slots.vram
+        self.weights, self.rows, self.layers, self.vram = weights, rows, len(weights.moe_layers), slots.vram
         top_k = config.experts_per_token
         kept = slots.vram.slots if slots.vram else 0
         items = max(most_items(rows, top_k, kept), min(rows * top_k, placement.share or 0))
@@ -85,7 +88,11 @@ class Decoder:
         if placement.route is not Route.IN_PLACE:
             self.turns.copy_through(placement.route, placement.lanes)
         self.turns.share(placement.share, initial=placement.first_share * rows)
-        self.token = Token(weights, pool, step, self.turns, context_tokens, placement.whole_groups, replay)
+        self.token = (
+            Token(weights, pool, step, self.turns, context_tokens, placement.whole_groups, replay)
+            if head is None
+            else HeadToken(head, pool, step, self.turns, context_tokens)
+        )
         self.late = 0  # how often a token had to go on
         self.spent = Spent()
         self._tokens = self._last_waits_ns = 0
@@ -100,7 +107,7 @@ class Decoder:
         )
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def compile(self, states: Sequence[DeviceState]) -> None:
+    def compile(self, states: Sequence[Place]) -> None:
         """Launch every kernel once, on states that mean nothing afterwards. Nobody serves: the GPU gives up its wait.
 
         Several decoders may compile at once, each in a thread: most of it is the compiler outside Python's lock.

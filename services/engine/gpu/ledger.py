@@ -18,7 +18,7 @@ from services.engine.model_config import ModelConfig
 from services.engine.pages import PAGE_TOKENS, pages_for
 from services.engine.state import state_bytes
 from services.engine.tensorfile import DTYPES, read_header
-from services.engine.weights import FLOATS, Shape, dense_tensors
+from services.engine.weights import FLOATS, Shape, dense_tensors, draft_tensors
 
 Kv = Literal["bf16", "fp8"]
 Layout = Mapping[str, tuple[str, Shape]]  # of a dense file: name -> dtype as safetensors writes it, and shape
@@ -36,6 +36,8 @@ MOST_ITEMS = 32  # experts that the GPU takes of one layer, if it keeps none
 CONTEXT_BYTES = 300 * MIB
 KERNEL_BYTES = 184 * MIB  # loaded kernels and the first graph: 181 MiB on an H200
 GRAPH_BYTES = 16 * MIB  # of each further number of rows: kernels and a graph
+HEAD_ROWS = (1, 2)  # ids that the multi-token-prediction block takes at once: a graph each
+HIDDEN_STATES = 4  # that it keeps of each sequence's newest tokens
 JOINED_ROWS = (2, 4)  # of steps that a short prompt may take several tokens of
 VISION_KERNEL_BYTES = 16 * MIB  # of the kernels that read pictures, assumed; `thimble bench vision` prints the driver's
 MARGIN_BYTES = 32 * MIB  # an allocator's rounding (11 to 23 MiB), and what changes between driver versions
@@ -56,7 +58,8 @@ _TILE = 1024  # logits a program of kernels/sampling/gpu.py, with 16 steps of 16
 class Wanted:
     """What is asked for. `sequences` have a state on the card, of which MOST_SEQUENCES are in a step; `context_tokens`
     is each one's longest prompt and answer. `joined`: steps of several rows even if there are fewer sequences, for
-    short prompts. `drafts`: a step can try a draft behind a sequence's id.
+    short prompts. `drafts`: a step can try a draft behind a sequence's id. `head_bytes`: of the
+    multi-token-prediction block's weights, 0: it is not there.
 
     `pages` of KV for all sequences, 0: enough for each. `staging_blocks`: expert blocks copied to the card at once;
     `kept_blocks`: those that stay there; `chunk_tokens`: of prompts, that are read together, layer by layer;
@@ -73,6 +76,7 @@ class Wanted:
     vision_bytes: int = 0
     joined: bool = False
     drafts: bool = False
+    head_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.sequences < 1:
@@ -108,7 +112,8 @@ class Ledger:
 def ledger(config: ModelConfig, dense: Layout, wanted: Wanted) -> Ledger:
     """Every line, for a dense file of this layout (see `stored_layout`)."""
     sequences, tokens = wanted.sequences, wanted.context_tokens
-    batches = wanted.step_rows
+    head = wanted.head_bytes > 0
+    batches = (*wanted.step_rows, *(HEAD_ROWS if head else ()))
     pages = wanted.pages or sequences * pages_for(tokens)
     top_k, layout = config.experts_per_token, config.block
     lines = [
@@ -116,9 +121,10 @@ def ledger(config: ModelConfig, dense: Layout, wanted: Wanted) -> Ledger:
         ("CUDA context (assumed, not computed)", CONTEXT_BYTES),
         ("kernels and first graph (measured on an H200)", KERNEL_BYTES),
         (f"states of {sequences} sequences, SSM and convolution in float32", sequences * state_bytes(config)),
-        (f"KV, {pages} pages of {PAGE_TOKENS} tokens in {wanted.kv}", pages * page_bytes(config, wanted.kv)),
+        (f"KV, {pages} pages of {PAGE_TOKENS} tokens in {wanted.kv}", pages * page_bytes(config, wanted.kv, head)),
         ("what Mamba layers keep of drafts", kept_bytes(config, sequences) if wanted.drafts else 0),
-        ("a block of keys and values that comes back", page_bytes(config, wanted.kv)),
+        ("multi-token-prediction block", wanted.head_bytes + head_bytes(config, sequences) if head else 0),
+        ("a block of keys and values that comes back", page_bytes(config, wanted.kv, head)),
         ("page tables", sum(batches) * (3 + pages_for(tokens)) * 4),
         (f"attention workspaces for {len(batches)} batch sizes", attention_bytes(config, sum(batches), tokens)),
         (
@@ -232,7 +238,11 @@ def view(config: ModelConfig, dense: Layout, wanted: Wanted, budgets: Mapping[st
 
 def stored_layout(store: Path) -> dict[str, tuple[str, Shape]]:
     """Of a store's dense file; only its header is read. Raises CheckpointError."""
-    return {name: (entry.dtype, entry.shape) for name, entry in read_header(store / DENSE).items()}
+    return read_layout(store / DENSE)
+
+
+def read_layout(path: Path) -> dict[str, tuple[str, Shape]]:
+    return {name: (entry.dtype, entry.shape) for name, entry in read_header(path).items()}
 
 
 def dense_bytes(config: ModelConfig, dense: Layout) -> int:
@@ -256,15 +266,29 @@ def fp8_saves_bytes(config: ModelConfig, dense: Layout) -> int:
     return saved
 
 
-def page_bytes(config: ModelConfig, kv: Kv) -> int:
-    """Keys and values of one page in all attention layers."""
-    return 2 * len(config.attention_layers) * PAGE_TOKENS * config.kv_heads * config.head_dim * _KV_BYTES[kv]
+def page_bytes(config: ModelConfig, kv: Kv, head: bool = False) -> int:
+    """Keys and values of one page in all attention layers, and in that of the multi-token-prediction block."""
+    return 2 * (len(config.attention_layers) + head) * PAGE_TOKENS * config.kv_heads * config.head_dim * _KV_BYTES[kv]
 
 
 def kept_bytes(config: ModelConfig, sequences: int) -> int:
     """Of memory.py's `kept`, and of the two small tensors of model.py that settling a draft reads."""
     one = 2 * config.conv_channels + config.mamba_heads
     return _F32 * len(config.mamba_layers) * (sequences * one + 2 * config.mamba_heads)
+
+
+def head_weight_bytes(config: ModelConfig, draft: Layout) -> int:
+    """Of the multi-token-prediction block, whose file is of this layout, on the card: as `dense_bytes`."""
+    plain = {name for name in draft_tensors(config).plain if not name.endswith(".gate.weight")}
+    kept = {name: entry for name, entry in draft.items() if entry[1] not in ((), (1,))}
+    return sum(
+        math.prod(shape) * (_F32 if name in plain else DTYPES[dtype].itemsize) for name, (dtype, shape) in kept.items()
+    )
+
+
+def head_bytes(config: ModelConfig, sequences: int) -> int:
+    """Of head.py's states and head_token.py's own buffers."""
+    return _F32 * config.hidden_size * (HIDDEN_STATES * sequences + 5 * sum(HEAD_ROWS))
 
 
 def attention_bytes(config: ModelConfig, sequences: int, tokens: int) -> int:

@@ -9,6 +9,7 @@ import mmap
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from torch import Tensor
 from kernels.attention.pages import Pages
 from kernels.mamba.gpu import Sizes
 from services.engine.errors import OutOfPagesError
-from services.engine.gpu.ledger import Kv
+from services.engine.gpu.ledger import HIDDEN_STATES, Kv
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PAGE_TOKENS, PagePool, pages_for
 from services.engine.state import State, copy, host_view
@@ -33,7 +34,8 @@ class DevicePool(PagePool):
 
     With `drafts` there is room for what the Mamba layers keep of a draft of each place, until it is settled: `kept`
     float32 [places, mamba layers, Sizes.kept], 3 MiB a place of the real model. The recurrent states are then as before
-    the draft; of keys and values only a length says that they are there.
+    the draft; of keys and values only a length says that they are there. `head`: one more layer of these, the
+    multi-token-prediction block's.
     """
 
     def __init__(
@@ -45,8 +47,9 @@ class DevicePool(PagePool):
         pages: int,
         kv: Kv = "bf16",
         drafts: bool = False,
+        head: bool = False,
     ) -> None:
-        shape = (len(config.attention_layers), pages, PAGE_TOKENS, config.kv_heads, config.head_dim)
+        shape = (len(config.attention_layers) + head, pages, PAGE_TOKENS, config.kv_heads, config.head_dim)
         self.keys = torch.zeros(shape, dtype=torch.uint8, device=device).to(KV_TYPES[kv])
         self.values = self.keys.clone()
         self._own(pages)
@@ -109,6 +112,20 @@ class DevicePool(PagePool):
         assert len(self._free_places) == len(set(self._free_places)) == len(self.conv) - len(held)
 
 
+@dataclass
+class Followed:
+    """What the multi-token-prediction block knows of a sequence: keys and values of places `begin` to `end`, and the
+    network's last states of the places in `seen`, of which place p is at p % HIDDEN_STATES of the block's memory."""
+
+    begin: int = 0
+    end: int = 0
+    seen: list[int] = field(default_factory=lambda: [-1] * HIDDEN_STATES)
+
+    def has(self, place: int) -> bool:
+        """The network's state of it."""
+        return place >= 0 and self.seen[place % HIDDEN_STATES] == place
+
+
 class DeviceState(State):
     """`conv` and `ssm` are its place in the pool; they and the pages never move.
 
@@ -116,6 +133,7 @@ class DeviceState(State):
     """
 
     pool: DevicePool
+    followed: Followed | None = None
 
     def __init__(self, config: ModelConfig, pool: DevicePool) -> None:
         self.config, self.pool = config, pool
@@ -125,6 +143,14 @@ class DeviceState(State):
         self.pages: list[int] = []
         self.block_names: list[bytes] = []
         self.spoiled = self._released = False
+
+    def reset(self) -> None:
+        super().reset()
+        self.followed = None
+
+    @property
+    def can_draft(self) -> bool:
+        return self.followed is not None and self.followed.has(self.tokens - 1)
 
     def write_fixed(self, target: memoryview) -> None:
         for piece in self.fixed:
@@ -150,7 +176,7 @@ class DeviceState(State):
 
     def read_block(self, start: int, stop: int, source: bytes | memoryview) -> None:
         page, first = divmod(start, PAGE_TOKENS)
-        place = (slice(None), self.pages[page], slice(first, first + stop - start))
+        place = (slice(len(self.config.attention_layers)), self.pages[page], slice(first, first + stop - start))
         keys, values = self.pool.keys[place], self.pool.values[place]
         layers, *shape = keys.shape
         staged = self.pool.stage(source).view(keys.dtype).view(layers, 2, *shape)

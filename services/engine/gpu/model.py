@@ -30,13 +30,14 @@ from services.engine.gpu import counts, sweep
 from services.engine.gpu.counts import DeviceCounts
 from services.engine.gpu.decoder import Decoder, Placement, Row
 from services.engine.gpu.expert_sweep import ExpertSweep
+from services.engine.gpu.head import DeviceHead
 from services.engine.gpu.ledger import MOST_SEQUENCES, sweep_room_bytes
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.room import Room
 from services.engine.gpu.sweep import Sweep
 from services.engine.gpu.token import Replay
 from services.engine.gpu.tracing import Tracing
-from services.engine.gpu.weights import DeviceWeights, MambaWeights
+from services.engine.gpu.weights import DeviceWeights, HeadWeights, MambaWeights
 from services.engine.model import GaveWay, Segment
 from services.engine.spent import Spent
 from services.engine.state import Pending, State
@@ -49,6 +50,7 @@ class DeviceModel:
     """Captures its graphs at construction, which takes as long as compiling the kernels does."""
 
     tracing: Tracing | None = None
+    head: DeviceHead | None = None
 
     def __init__(
         self,
@@ -63,10 +65,12 @@ class DeviceModel:
         placement: Placement | None = None,
         told: Callable[[str], str] = str,
         replays: Mapping[int, Replay] | None = None,
+        head: HeadWeights | None = None,
     ) -> None:
         """`rows`: numbers of rows that steps can have, ascending from 1. `chunk_tokens` are read at once; 0: all
         segments take the decode path. `shared_bytes`: of `memory`, at least, which others may use while no sweep is
-        under way. `told`: makes what a failed read says fit for clients. `replays`: by rows, for benchmarks."""
+        under way. `told`: makes what a failed read says fit for clients. `replays`: by rows, for benchmarks.
+        `head`: the multi-token-prediction block's weights; its experts are the host's last layer."""
         self.pool, self.config, self.told, self.weights = pool, weights.config, told, weights
         self.spent = Spent()
         self.decoders: list[Decoder] = []
@@ -78,15 +82,18 @@ class DeviceModel:
             if chunk_tokens:
                 room = Room(self.memory)
                 experts = ExpertSweep(slots.host, self.config.experts_per_token, chunk_tokens, room)
+                experts.layers = len(self.config.moe_layers)  # behind them there may be the block's
                 self.sweep = Sweep(weights, pool, experts, chunk_tokens, context_tokens)
             for count in rows:
                 replay = (replays or {}).get(count)
                 self.decoders.append(
                     Decoder(weights, pool, slots, count, context_tokens, placement or Placement(), replay)
                 )
-            with ThreadPoolExecutor(len(self.decoders)) as threads:
-                list(threads.map(lambda decoder: decoder.compile([scratch] * decoder.rows), self.decoders))
-            for decoder in self.decoders:
+            if head is not None:
+                self.head = DeviceHead(head, pool, slots, context_tokens, placement or Placement(), told)
+            with ThreadPoolExecutor(len(self._all_decoders)) as threads:
+                list(threads.map(lambda decoder: decoder.compile([scratch] * decoder.rows), self._all_decoders))
+            for decoder in self._all_decoders:
                 decoder.capture()
                 decoder.spent = self.spent
             self._settle(scratch)  # compiled and loaded before anybody waits
@@ -226,19 +233,23 @@ class DeviceModel:
             pass
 
     @property
+    def _all_decoders(self) -> list[Decoder]:
+        return self.decoders + (self.head.decoders if self.head else [])
+
+    @property
     def late(self) -> int:
         """How often a token had to go on after the host was late."""
-        return sum(decoder.late for decoder in self.decoders)
+        return sum(decoder.late for decoder in self._all_decoders)
 
     def counts(self) -> DeviceCounts:
         """What the card did since the start."""
         vram = self.decoders[0].vram
         copied = counts.swept(self.sweep.experts.copied_bytes if self.sweep else 0)
         copied += counts.brought(vram.copied_bytes if vram else 0)
-        return sum((decoder.counts() for decoder in self.decoders), copied)
+        return sum((decoder.counts() for decoder in self._all_decoders), copied)
 
     def close(self) -> None:
-        for decoder in self.decoders:
+        for decoder in self._all_decoders:
             decoder.close()
 
     def _tokens(self, segments: Sequence[Segment]) -> Generator[list[tuple[int, int, Tensor]], None, None]:
@@ -257,23 +268,25 @@ class DeviceModel:
                 segment, id_ = segments[number], segments[number].all_ids[place]
                 shown = next(pictures[number]) if id_ >= FIRST else None
                 rows.append(Row(self._state(segment), id_, shown, draft=place >= len(segment.ids)))
-            logits = self._run(decoder, rows)
+            logits = self._run(decoder, rows, [self._state(segments[number]) for number, _ in fed])
             if self.tracing:
                 self.tracing.step(decoder.token, [len(segments[number].ids) > 1 for number, _ in fed])
             yield [(number, place, values) for (number, place), values in zip(fed, logits, strict=True)]
 
-    def _run(self, decoder: Decoder, rows: list[Row]) -> Tensor:
+    def _run(self, decoder: Decoder, rows: list[Row], states: list[DeviceState]) -> Tensor:
         try:
             logits = decoder.run(rows)
         except torch.AcceleratorError as error:  # nothing works there any more
             raise DeviceError(f"the GPU has failed: {error}") from error
         except HandoffError as error:
             raise StepError(self.told(str(error))) from error
-        for row in rows:
+        for number, (row, state) in enumerate(zip(rows, states, strict=True)):
+            if self.head is not None:
+                self.head.see(state, decoder.token.x[number])
             if row.draft:
-                row.state.pending = Pending([row.id])
+                state.pending = Pending([row.id])
             else:
-                row.state.ids.append(row.id)
+                state.ids.append(row.id)
         return logits
 
     def _state(self, segment: Segment) -> DeviceState:

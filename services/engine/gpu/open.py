@@ -24,7 +24,7 @@ from services.engine.gpu.decoder import Placement
 from services.engine.gpu.ledger import Kv
 from services.engine.gpu.memory import DevicePool
 from services.engine.gpu.model import DeviceModel
-from services.engine.gpu.weights import DeviceWeights
+from services.engine.gpu.weights import DeviceWeights, HeadWeights
 
 MOST_UNTOLD_BYTES = 1 << 30
 AWAKE_US = 2000  # workers stay awake between the layers of a token
@@ -46,6 +46,7 @@ class Sizes:
     share: int | None = None
     guesses: bool = True
     drafts: bool = False
+    head: bool = False  # the multi-token-prediction block
     kept_blocks: int = 0
     vision_bytes: int = 0  # what pictures are read with, in the model's `memory`
 
@@ -81,9 +82,11 @@ def open_device(store: Store, experts: Experts, sizes: Sizes, say: Callable[[str
         say(f"{torch.cuda.get_device_name(device)} takes {share:.1f} of {top_k} experts at first")
         weights = DeviceWeights.load(store.dense(), store.config, device, _Reporter(store, say))
         say(f"{weights.size_bytes / 1e9:.3f} GB of dense weights are on the GPU")
+        draft = store.draft() if sizes.head else None
         pool = DevicePool(
-            store.config, device, places=sizes.sequences, pages=sizes.pages, kv=sizes.kv, drafts=sizes.drafts
-        )
+            store.config, device, places=sizes.sequences, pages=sizes.pages, kv=sizes.kv, drafts=sizes.drafts,
+            head=sizes.head,
+        )  # fmt: skip
         if sizes.kept_blocks:
             shared.keep_in_vram(sizes.kept_blocks, device)
             assert shared.vram is not None
@@ -98,6 +101,7 @@ def open_device(store: Store, experts: Experts, sizes: Sizes, say: Callable[[str
             shared_bytes=sizes.vision_bytes,
             placement=Placement(share=sizes.share, first_share=share, guesses=sizes.guesses),
             told=experts.told,
+            head=HeadWeights.load(draft, weights, device) if draft is not None else None,
         )
     except BaseException as error:
         if shared is not None:

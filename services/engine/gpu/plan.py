@@ -5,7 +5,7 @@ the arithmetic and the refusal are the ledger's.
 from dataclasses import dataclass, replace
 
 from services.engine.config import EngineConfig
-from services.engine.experts.store import Store
+from services.engine.experts.store import DRAFT, Store
 from services.engine.gpu.ledger import (
     CONTEXT_BYTES,
     MIB,
@@ -14,8 +14,10 @@ from services.engine.gpu.ledger import (
     Kv,
     Ledger,
     Wanted,
+    head_weight_bytes,
     ledger,
     longest_context,
+    read_layout,
     require,
     stored_layout,
 )
@@ -103,12 +105,23 @@ def plan_device(config: EngineConfig, store: Store, free_bytes: int) -> DevicePl
         context = config.context_tokens or min(longest(chosen), MOST_TOKENS) or PAGE_TOKENS
         return replace(chosen, context_tokens=context)
 
+    def with_head(wanted: Wanted) -> Wanted:
+        """And the multi-token-prediction block, where a comfortable context still fits."""
+        if store.draft_file is None or not wanted.drafts:
+            return wanted
+        more = replace(wanted, head_bytes=head_weight_bytes(model, read_layout(store.folder / DRAFT)))
+        longest = longest_context(model, layout, more, budget)
+        if longest < comfortable:
+            return wanted
+        return replace(more, context_tokens=config.context_tokens or min(longest, MOST_TOKENS))
+
     weights = store.vision()
     vision_bytes = card_bytes(weights) if weights and readable(weights.config) else 0
     chosen = choose(vision_bytes)
     fits = chosen.context_tokens >= comfortable and ledger(model, layout, chosen).total_bytes <= budget
     if vision_bytes and not fits:
         chosen = choose(0)
+    chosen = with_head(chosen)
     made = require(model, layout, chosen, budget)
     pages = chosen.sequences * pages_for(chosen.context_tokens)
     blind_bytes = vision_bytes + VISION_KERNEL_BYTES if vision_bytes and not chosen.vision_bytes else 0

@@ -14,6 +14,7 @@ that a layer's router weights and latent input are kept until the token's end.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from kernels.attention.pages import qkv
 from kernels.experts.decode_step import ExpertStep
 from kernels.experts.device.turns import Turns
 from kernels.linear.gpu import Finish, Linear, linear, linears
-from services.engine.gpu.memory import DevicePool, DeviceState
+from services.engine.gpu.memory import DevicePool
 from services.engine.gpu.weights import AttentionWeights, DeviceWeights, MambaWeights, MoeWeights
 from services.engine.pages import PAGE_TOKENS
 
@@ -40,6 +41,16 @@ class Replay:
 
     ids: Tensor
     x: Tensor
+
+
+class Place(Protocol):
+    """Where the rows of a sequence go: its states' place, and behind how many tokens in which pages."""
+
+    place: int
+    pages: list[int]
+
+    @property
+    def tokens(self) -> int: ...
 
 
 class TokenInputs:
@@ -59,7 +70,7 @@ class TokenInputs:
         self.host_slots, self.host_lengths, self.host_drafts, tables = torch.split(self.host_numbers, sizes)
         self.host_tables = tables.view(rows, most_pages)
 
-    def fill(self, states: list[DeviceState], drafts: Sequence[bool] = ()) -> None:
+    def fill(self, states: Sequence[Place], drafts: Sequence[bool] = ()) -> None:
         """Of the token that each state takes next; a state that is there again takes the one behind that, and must
         follow itself. Their pages must be reserved. `drafts`: which rows are; none, if nothing is said. Embeddings are
         the caller's to fill."""
@@ -80,6 +91,8 @@ class TokenInputs:
 
 class Token:
     """For `step.tokens` rows of sequences of at most `context_tokens` tokens; `turns` and `step` are the hand-off's."""
+
+    first_attention = first_moe = 0  # of its layers, among the pool's and the host's
 
     def __init__(
         self,
@@ -118,6 +131,8 @@ class Token:
         self.latent = new(layers, rows, config.latent_size)
         # What a layer's router chose, then guesses at the next layer's: kept until the token's end for who traces it.
         self.chosen = new(layers, 2 if turns.guesses else 1, rows, top_k, dtype=torch.int32)
+        if turns.guesses:
+            self.chosen[-1, 1] = -1  # behind the last layer nothing is guessed
         self.chosen_weights, self.guessed_weights = new(layers, rows, top_k), new(layers, rows, top_k)
         self.shared, self.routed = new(rows, config.shared_width), new(rows, config.latent_size)
         self.logits = new(rows, config.vocab_size)
@@ -126,7 +141,7 @@ class Token:
     def launch(self, first: int = 0, posted: bool = False) -> None:
         """Queue the token, or with `posted` what follows the hand-off of MoE layer `first`."""
         if not posted:
-            self.inputs.launch()
+            self._begin()
         counts = {MambaWeights: 0, AttentionWeights: 0, MoeWeights: 0}
         for layer in self.weights.layers:
             index = counts[type(layer)]
@@ -145,6 +160,9 @@ class Token:
         linear(self.x, self.weights.lm_head, self.logits, norm=self.weights.final_norm)
         self.host_logits.copy_(self.logits, non_blocking=True)
 
+    def _begin(self) -> None:
+        self.inputs.launch()
+
     def _mamba(self, layer: MambaWeights, index: int) -> None:
         pool, stop, slots = self.pool, self.turns.stop, self.inputs.slots
         mamba.in_proj(
@@ -158,7 +176,7 @@ class Token:
         linear(self.mixed, layer.out_proj, self.x, "add", stop=stop)
 
     def _attention(self, layer: AttentionWeights, index: int) -> None:
-        pages = self.pool.pages_of(index, layer.key_scale, layer.value_scale)
+        pages = self.pool.pages_of(self.first_attention + index, layer.key_scale, layer.value_scale)
         tables, lengths = self.inputs.tables, self.inputs.lengths
         qkv(self.x, layer.norm, layer.qkv, pages, tables, lengths, self.query)
         attention.attend(self.query, pages, tables, lengths, self.workspace, self.attended)
@@ -181,7 +199,7 @@ class Token:
             guessed = self.chosen[index, 1], self.guessed_weights[index]
             router.choose(self.next_scores, following.bias, *choice, *guessed)
         if self.replay is None:
-            self.turns.post(index, self.chosen[index], self.latent[index])
+            self.turns.post(self.first_moe + index, self.chosen[index], self.latent[index])
         else:
             self.turns.post(index, self.replay.ids[index], self.replay.x[index])
         linear(self.x, layer.shared_up, self.shared, "relu2", layer.norm)

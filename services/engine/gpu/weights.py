@@ -8,7 +8,7 @@ needs one row of it.
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from threading import Lock
 
@@ -19,9 +19,9 @@ from kernels.elementary.reference import exp
 from kernels.linear.gpu import Linear, Norm
 from kernels.linear.octets import to_octets
 from services.engine.errors import CheckpointError
-from services.engine.model_config import ModelConfig
+from services.engine.model_config import Layer, ModelConfig
 from services.engine.tensorfile import DTYPES, Entry
-from services.engine.weights import DenseWeights
+from services.engine.weights import DRAFT_ATTENTION, DRAFT_MOE, DenseWeights
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ LayerWeights = MambaWeights | AttentionWeights | MoeWeights
 
 @dataclass(frozen=True)
 class DeviceWeights:
-    """All layers in order."""
+    """All layers in order; of a multi-token-prediction block its two, with the network's lm_head and embeddings."""
 
     config: ModelConfig
     layers: tuple[LayerWeights, ...]
@@ -96,6 +96,28 @@ class DeviceWeights:
     def next_gates(self) -> list[MoeWeights | None]:
         """For each MoE layer the one after it."""
         return [following for _, following in pairwise([*self.moe_layers, None])]
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """The multi-token-prediction block: `enorm` and `hnorm` of what it begins with, `before` the network's own final
+    norm, and the rest as a network of two layers."""
+
+    before: Norm
+    enorm: Norm
+    hnorm: Norm
+    eh_proj: Linear
+    network: DeviceWeights
+
+    @staticmethod
+    def load(draft: DenseWeights, weights: DeviceWeights, device: torch.device) -> "HeadWeights":
+        """Raises CheckpointError for a tensor that the kernels cannot take."""
+        loader = _Loader(draft, weights.config, device, lambda _: None)
+        layers = loader.mixer(DRAFT_ATTENTION, "attention"), loader.mixer(DRAFT_MOE, "moe")
+        enorm, hnorm = (loader.norm(f"{DRAFT_ATTENTION}.{name}.weight") for name in ("enorm", "hnorm"))
+        eh_proj, final = loader.linear(f"{DRAFT_ATTENTION}.eh_proj"), loader.norm(f"{DRAFT_MOE}.final_layernorm.weight")
+        network = replace(weights, layers=layers, final_norm=final, size_bytes=loader.sent_bytes)
+        return HeadWeights(weights.final_norm, enorm, hnorm, eh_proj, network)
 
 
 class EmbeddingRows:
@@ -135,9 +157,12 @@ class _Loader:
         self.lock = Lock()  # guards sent_bytes and the calls of progress
 
     def layer(self, index: int) -> LayerWeights:
-        mixer = f"layers.{index}.mixer."
-        norm = self.norm(f"layers.{index}.norm.weight")
-        match self.config.layers[index]:
+        return self.mixer(f"layers.{index}", self.config.layers[index])
+
+    def mixer(self, name: str, kind: Layer) -> LayerWeights:
+        mixer = f"{name}.mixer."
+        norm = self.norm(f"{name}.norm.weight")
+        match kind:
             case "mamba":
                 return MambaWeights(
                     norm,

@@ -1,0 +1,151 @@
+"""The multi-token-prediction block on the GPU's path, in the interpreter, beside the one of the CPU engine.
+
+The network's states are random; the experts are real ones, computed in Python.
+"""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from drafting_model import drafting_model, new_state, small_store
+from interpreted_step import Experts, interpreted
+from torch import Tensor
+
+from kernels.linear.octets import to_octets
+from kernels.norm.cpu import rms_norm
+from services.engine.experts.store import Store
+from services.engine.gpu.decoder import Decoder
+from services.engine.gpu.head import DeviceHead
+from services.engine.gpu.head_token import HeadToken
+from services.engine.gpu.ledger import HEAD_ROWS, HIDDEN_STATES
+from services.engine.gpu.memory import DevicePool, DeviceState
+from services.engine.gpu.weights import DeviceWeights, HeadWeights
+from services.engine.state import State
+
+pytestmark = pytest.mark.usefixtures(interpreted.__name__)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+IDS = [5, 17, 80, 3, 9]
+
+
+class RealExperts(Experts):
+    """Of the layer that is posted, by the CPU engine's own."""
+
+    def __init__(self, rows: int, experts: Any) -> None:
+        super().__init__(rows)
+        self.experts, self.posted = experts, -1
+
+    def post(self, layer: int, ids: Tensor, x: Tensor) -> None:
+        self.posted, self.ids = layer, ids[0]
+
+    def launch_combine(self) -> None:
+        found = self.experts.step(self.posted, self.ids.cpu(), self.weights.cpu(), self.x.cpu())
+        self.out.copy_(to_octets(found))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return small_store(tmp_path_factory.mktemp("small"))
+
+
+class Rig:
+    """Both blocks; each follows the same ids behind the same states of a network."""
+
+    def __init__(self, store: Store, model: Any, head: Any) -> None:
+        self.model, self.head = model, head
+        draft = store.draft()
+        assert draft is not None
+        dense = DeviceWeights.load(store.dense(), store.config, DEVICE)
+        weights = HeadWeights.load(draft, dense, DEVICE)
+        self.pool = DevicePool(store.config, DEVICE, places=2, pages=4, drafts=True, head=True)
+        self.pool.keys.fill_(torch.nan)
+        self.pool.values.fill_(torch.nan)
+        self.device = DeviceHead.__new__(DeviceHead)
+        self.device.told = str
+        self.device.hidden = torch.full((2, HIDDEN_STATES, store.config.hidden_size), torch.nan, device=DEVICE)
+        self.device.decoders = [self.decoder(weights, rows) for rows in HEAD_ROWS]
+        generator = torch.Generator().manual_seed(3)
+        self.x = torch.randn(len(IDS), store.config.hidden_size, generator=generator)
+
+    def decoder(self, weights: HeadWeights, rows: int) -> Decoder:
+        made, experts = Decoder.__new__(Decoder), cast(Any, RealExperts(rows, self.head.moe.experts))
+        made.weights, made.rows, made.layers, made.turns = weights.network, rows, 1, experts
+        made.spent = experts
+        made.late = made._tokens = made._last_waits_ns = 0
+        made.vram = None
+        made.token = HeadToken(weights, self.pool, experts, experts, 128)
+        made.graph = cast(Any, SimpleNamespace(replay=made.token.launch))
+        return made
+
+    def theirs(self) -> Tensor:
+        """Logits of the CPU's block for every id but the first."""
+        state, found = new_state(self.model), []
+        for place, id_ in enumerate(IDS):
+            if place:
+                found.append(self.head.logits([state], [id_])[0])
+            state.reserve(1)
+            hidden = rms_norm(self.x[place : place + 1], self.model.norm_f, self.model.config.norm_eps)
+            self.head.follow(state, self.model.embeddings[torch.tensor([id_])], hidden)
+            state.ids.append(id_)
+        return torch.stack(found)
+
+    def ours(self, asked: set[int]) -> dict[int, Tensor]:
+        """Those of the GPU's, by places; it is asked at some only."""
+        state, found = DeviceState(self.model.config, self.pool), {}
+        for place, id_ in enumerate(IDS):
+            if place in asked:
+                found[place] = self.device.logits([state], [id_])[0].cpu()
+            state.reserve(1)
+            self.device.see(state, to_octets(self.x[place]).to(DEVICE))
+            state.ids.append(id_)
+            assert state.can_draft
+        state.release()
+        return found
+
+
+@pytest.fixture
+def rig(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    """The CPU's keys and values are rounded as pages on a GPU are."""
+    write_kv = State.write_kv
+
+    def rounded(state: State, layer: int, key: Tensor, value: Tensor, skipped: int = 0) -> None:
+        write_kv(state, layer, key.bfloat16().float(), value.bfloat16().float(), skipped)
+
+    monkeypatch.setattr(State, "write_kv", rounded)
+    with drafting_model(store, python=True) as (model, head):
+        yield Rig(store, model, head)
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return float((found - exact).norm() / exact.norm())
+
+
+def test_logits_are_those_of_the_cpu_and_ids_can_be_made_up_for(rig: Rig) -> None:
+    """A draft that was right is an id for which the block was not asked."""
+    theirs = rig.theirs()
+    every = rig.ours(set(range(1, len(IDS))))
+    for place, logits in every.items():
+        assert logits.isfinite().all()
+        assert error(logits, theirs[place - 1]) < 1e-5
+        assert error(logits, theirs[place - 2]) > 0.1, "another place must show"
+    some = rig.ours({1, 3, 4})
+    assert [decoder._tokens for decoder in rig.device.decoders] == [len(IDS) - 1 + 2, 1]
+    assert all(torch.equal(some[place], every[place]) for place in some), "one of them was made up for"
+    late, gap = rig.ours({4}), rig.ours({1, 4})
+    assert torch.equal(late[4], gap[4]), "behind a gap it begins anew, two places back"
+    assert not torch.equal(late[4], every[4]), "what it does not know must show"
+
+
+def test_a_state_that_begins_anew_is_not_followed(rig: Rig) -> None:
+    state = DeviceState(rig.model.config, rig.pool)
+    assert not state.can_draft
+    rig.device.see(state, rig.x[0])
+    state.ids.append(5)
+    assert state.can_draft
+    state.ids.append(6)  # by a sweep
+    assert not state.can_draft
+    state.reset()
+    assert state.followed is None
+    state.release()
