@@ -33,13 +33,15 @@ def test_ten_turns_with_kills(both: tuple[Fleet, Fleet]) -> None:
 
 
 def test_the_drill_can_fail() -> None:
-    report = Report()
-    _judge(report, reply("a", 50, 40), reply("a", 50, 0), [20, 30], True)
+    report, read, never = Report(), [(100.0, 20), (101.0, 30)], float("-inf")
+    _judge(report, reply("a", 50, 40), reply("a", 50, 0), read, never)
     assert report.failures == []
-    _judge(report, reply("b", 50, 40), reply("a", 50, 0), [20, 30], True)
+    _judge(report, reply("b", 50, 40), reply("a", 50, 0), read, never)
     assert (report.wrong, report.lost) == (1, 0)
-    _judge(report, reply("a", 50, 5), reply("a", 50, 0), [20, 30], True)
-    assert (report.wrong, report.lost) == (1, 1)
+    _judge(report, reply("a", 50, 5), reply("a", 50, 0), read, 100.0)
+    assert (report.lost, report.kept) == (0, 2), "the store has lost it too"
+    _judge(report, reply("a", 50, 5), reply("a", 50, 0), read, 96.0)
+    assert (report.wrong, report.lost, report.kept) == (1, 1, 3)
 
 
 def test_a_killed_engine_s_dialog_goes_on_at_the_other(both: tuple[Fleet, Fleet]) -> None:
