@@ -55,9 +55,10 @@ class Report:
         kills = ", ".join(f"{name} {count}" for name, count in sorted(self.kills.items()))
         longest = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in sorted(self.longest_s.items()))
         return (
-            f"{self.turns} turns, killed: {kills}; wrong answers {self.wrong}, lost dialogs {self.lost} in "
-            f"{self.kept} turns whose store was there all the while, turns whose history was tokenised otherwise {self.other_tokens}; {self.cached_tokens} of {self.prompt_tokens} prompt "
-            f"tokens came from snapshots; right answers to others meanwhile {self.others}; longest turn {longest}"
+            f"{self.turns} turns, killed: {kills}; wrong answers {self.wrong}, lost dialogs {self.lost} in {self.kept} "
+            f"turns whose store was there all the while, turns whose history was tokenised otherwise "
+            f"{self.other_tokens}; {self.cached_tokens} of {self.prompt_tokens} prompt tokens came from snapshots; "
+            f"right answers to others meanwhile {self.others}; longest turn {longest}"
         )
 
 

@@ -82,10 +82,10 @@ def plain(store: Store) -> Iterator[Running]:
 class Oracle:
     """Knows what will be said, and says so in a given share of cases."""
 
-    kind, costly = "mtp", True
+    costly = True
 
-    def __init__(self, answers: dict[tuple[int, ...], list[int]], share: float) -> None:
-        self.answers, self.share, self.random = answers, share, random.Random(1)
+    def __init__(self, answers: dict[tuple[int, ...], list[int]], share: float, kind: str = "mtp") -> None:
+        self.answers, self.share, self.random, self.kind = answers, share, random.Random(1), kind
 
     def draft(self, sequences: Seq[Sequence]) -> list[int | None]:
         return [self._one(sequence) for sequence in sequences]
@@ -98,9 +98,11 @@ class Oracle:
         return right if self.random.random() < self.share else (right + 1) % 96
 
 
-def oracle(answers: dict[tuple[int, ...], list[int]], share: float) -> Callable[[Speculation], None]:
+def oracle(answers: dict[tuple[int, ...], list[int]], share: float, kind: str = "mtp") -> Callable[[Speculation], None]:
+    """`kind`: of a source that the engine has, in whose place it is."""
+
     def change(speculation: Speculation) -> None:
-        speculation.sources = [Oracle(answers, share)]
+        speculation.sources = [Oracle(answers, share, kind)]
 
     return change
 
@@ -351,14 +353,15 @@ def test_the_plan_says_what_is_tried(store: Store, mode: str) -> None:
     assert f"speculation: {mode}" in said[0]
     assert ("multi-token-prediction block, float32" in said[0]) == (mode != "off")
     on_gpu = make_plan(config, store, Machine(10 * GB, 2), card_free_bytes=8 << 30)
-    assert on_gpu.drafts == (() if mode == "off" else ("ngram", "mtp"))
-    assert ("MiB  multi-token-prediction block" in str(on_gpu)) == (mode != "off")
+    assert on_gpu.drafts == {"off": (), "auto": ("ngram",), "on": ("ngram", "mtp")}[mode]
+    assert ("MiB  multi-token-prediction block" in str(on_gpu)) == (mode == "on")
+    assert ("has never run on a GPU" in str(on_gpu)) == (mode == "auto")
     assert ("what Mamba layers keep of drafts" in str(on_gpu)) == (mode != "off")
     full = SimpleNamespace(ledger=SimpleNamespace(wanted=SimpleNamespace(drafts=False, head_bytes=0)))
     tight = SimpleNamespace(ledger=SimpleNamespace(wanted=SimpleNamespace(drafts=True, head_bytes=0)))
     kinds, said_of_it = _drafts(config, store, cast(Any, tight))
     assert kinds == on_gpu.drafts[:1]
-    assert ("no room for the model's own" in said_of_it) == (mode != "off")
+    assert ("no room for the model's own" in said_of_it) == (mode == "on")
     assert ("no room for steps of two tokens" in _drafts(config, store, cast(Any, full))[1]) == (mode != "off")
     traced = make_plan(dataclasses.replace(config, trace="here"), store, Machine(10 * GB, 2))
     assert ("speculation: off: a trace" in str(traced)) == (mode != "off")
