@@ -5,7 +5,7 @@ are bytes, budgets MiB as drivers report them. Embeddings stay on the host: a to
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -247,13 +247,18 @@ def read_layout(path: Path) -> dict[str, tuple[str, Shape]]:
 
 def dense_bytes(config: ModelConfig, dense: Layout) -> int:
     """On the card: linears and gates as they are in the file, other tensors as float32, no embeddings, no scalars."""
-    plain = {name for name in dense_tensors(config).plain if not name.endswith(".gate.weight")}
-    total = 0
-    for name, (dtype, shape) in dense.items():
-        if name == "embeddings.weight" or shape in ((), (1,)):
-            continue
-        total += math.prod(shape) * (_F32 if name in plain else DTYPES[dtype].itemsize)
-    return total
+    there = {name: entry for name, entry in dense.items() if name != "embeddings.weight"}
+    return _card_bytes(there, dense_tensors(config).plain)
+
+
+def _card_bytes(stored: Layout, plain: Iterable[str]) -> int:
+    """`plain`: those that are no linears. Gates stay as they are stored; scalars are no tensors there."""
+    widened = {name for name in plain if not name.endswith(".gate.weight")}
+    return sum(
+        math.prod(shape) * (_F32 if name in widened else DTYPES[dtype].itemsize)
+        for name, (dtype, shape) in stored.items()
+        if shape not in ((), (1,))
+    )
 
 
 def fp8_saves_bytes(config: ModelConfig, dense: Layout) -> int:
@@ -279,11 +284,7 @@ def kept_bytes(config: ModelConfig, sequences: int) -> int:
 
 def head_weight_bytes(config: ModelConfig, draft: Layout) -> int:
     """Of the multi-token-prediction block, whose file is of this layout, on the card: as `dense_bytes`."""
-    plain = {name for name in draft_tensors(config).plain if not name.endswith(".gate.weight")}
-    kept = {name: entry for name, entry in draft.items() if entry[1] not in ((), (1,))}
-    return sum(
-        math.prod(shape) * (_F32 if name in plain else DTYPES[dtype].itemsize) for name, (dtype, shape) in kept.items()
-    )
+    return _card_bytes(draft, draft_tensors(config).plain)
 
 
 def head_bytes(config: ModelConfig, sequences: int) -> int:
