@@ -1,21 +1,20 @@
-"""On a GPU: answers with drafts have the bits of answers without, whatever becomes of the drafts."""
+"""On a GPU: answers with drafts have the bits of answers without, whatever becomes of the drafts. Here they are told, or
+copies; the model's own are test_device_drafts.py's."""
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
-from test_device_model import PROMPTS, SIZES, move, opened
+from test_device_model import PROMPTS, move, opened
 from test_speculation import SEEDED, engine, oracle
 from torch import Tensor
 
 from services.engine.drafts import Copying
 from services.engine.experts.store import Store
-from services.engine.experts.streamer import open_experts
 from services.engine.gpu.memory import DeviceState
 from services.engine.gpu.model import DeviceModel
-from services.engine.gpu.open import AWAKE_US, Device, open_device
+from services.engine.gpu.open import Device
 from services.engine.model import Segment
 from services.engine.snapshots.payload import PayloadFormat
 
@@ -120,54 +119,6 @@ def test_states_are_stored_and_copied_between_drafts(device: Device, plain: list
     (found,) = answers(model, PROMPTS[:1], told(plain, 0.6), elsewhere)
     assert swaps > TOKENS // 2
     assert torch.equal(found, plain[0])
-
-
-def test_logits_with_the_models_own_drafts(demo_store: Store, plain: list[Tensor]) -> None:
-    """Asked at every place, and after right ones too; it drafts as the CPU's block does, from what it has followed."""
-    if demo_store.draft_file is None:
-        pytest.skip("this demo has no block that drafts")
-    experts = open_experts(demo_store, slots=448, spin_us=AWAKE_US, drafts=True)
-    try:
-        model = open_device(demo_store, experts, replace(SIZES, drafts=True, head=True)).model
-        assert model.head is not None
-        right = 0
-        for prompt, rows in zip(PROMPTS, plain, strict=True):
-            state = model.new_state(len(prompt) + TOKENS + 2)
-            found = [model.forward([Segment(state, prompt)])[0]]
-            while len(found) <= TOKENS:
-                last = int(found[-1].argmax())
-                assert state.can_draft
-                draft = int(model.head.logits([state], [last])[0].argmax())
-                logits = model.forward([Segment(state, [last], drafts=(draft,))])
-                accepted = draft == int(logits[0].argmax())
-                model.settle(state, int(accepted))
-                right += accepted
-                found += [row.clone() for row in logits[: 1 + accepted]]
-            assert torch.equal(torch.stack(found[: TOKENS + 1]), rows)
-            state.release()
-        assert right > 0
-        assert all(decoder._tokens for decoder in model.head.decoders), "also of two ids"
-        experts.check()
-    finally:
-        experts.close()
-
-
-def test_the_engines_own_drafts_are_right_about_as_often_as_on_the_cpu(demo_store: Store) -> None:
-    """The same words of the same engine without drafts; the control: chance would be right once in thousands."""
-    if demo_store.draft_file is None:
-        pytest.skip("this demo has no block that drafts")
-    settings = {"device": "cuda", "context_tokens": 512, "max_sequences": 1, "prefill_chunk_tokens": 64}
-    prompts = [tuple(range(100, 100 + length)) for length in (8, 20, 31)]
-    with engine(demo_store, "off", **settings) as off:
-        expected = [off.say(prompt, 64) for prompt in prompts]
-    with engine(demo_store, "on", **settings) as on:
-        assert [source.kind for source in on.speculation.sources] == ["ngram", "mtp"]
-        on.speculation.sources = on.speculation.sources[1:]
-        assert [on.say(prompt, 64) for prompt in prompts] == expected
-        drafted = on.counted("spec_decode_num_draft_tokens_total", kind="mtp")
-        accepted = on.counted("spec_decode_num_accepted_tokens_total", kind="mtp")
-        print(f"{accepted:.0f} of {drafted:.0f} drafts were right")
-        assert accepted > 0.2 * drafted > 10
 
 
 def test_words_of_the_engine_with_copies_and_with_an_oracle(demo_store: Store) -> None:

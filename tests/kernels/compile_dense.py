@@ -86,6 +86,7 @@ DENSE = [
     linear([("FP8", 5376)], 4096, 4, "relu2", True),
     linear([("BF16", 512), ("BF16", 1024), ("BF16", 512)], 4096, 1, "store", True),
     linear([("BF16", 131072)], 4096, 4, "store", True),
+    linear([("BF16", 4096)], 8192, 2, "octets", False),
     in_proj("FP8", 1),
     in_proj("FP8", 4),
     qkv(fp8=True),
