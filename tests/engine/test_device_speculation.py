@@ -1,5 +1,5 @@
-"""On a GPU: answers with drafts have the bits of answers without, whatever becomes of the drafts. Here they are told, or
-copies; the model's own are test_device_drafts.py's."""
+"""On a GPU: answers with drafts have the bits of answers without, whatever becomes of the drafts. Here they are told,
+or copies; the model's own are test_device_drafts.py's."""
 
 import random
 from collections.abc import Iterator, Sequence
