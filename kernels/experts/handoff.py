@@ -43,7 +43,7 @@ def _load_acquire(address):
 
 
 @triton.jit
-def _nanoseconds(anchor):
+def nanoseconds(anchor):
     return tl.inline_asm_elementwise(
         "{ .reg .u64 t; mov.u64 t, %globaltimer; add.u64 $0, t, $1; }",
         "=l,l",
@@ -102,16 +102,16 @@ def wait_kernel(
     number = tl.load(turn)
     stopped = tl.load(stop)
     zero = number.to(tl.int64) * 0
-    begin = _nanoseconds(zero)
+    begin = nanoseconds(zero)
     seen = _load_acquire(flag.to(tl.int64))
     while (seen != number) & (stopped == 0):
         seen = _load_acquire(flag.to(tl.int64))
-        stopped = (_nanoseconds(zero) - begin > timeout_ns).to(tl.int32)
+        stopped = (nanoseconds(zero) - begin > timeout_ns).to(tl.int32)
     tl.debug_barrier()
     if stopped != 0:
         tl.store(stop, stopped)
         _store_release(stopped_there.to(tl.int64), stopped)
-    tl.store(waited, _nanoseconds(zero) - begin)
+    tl.store(waited, nanoseconds(zero) - begin)
     if PLAN > 0:
         at = tl.arange(0, PLAN_PADDED)
         words = tl.load(plan + at, mask=at < PLAN, other=0, volatile=True)

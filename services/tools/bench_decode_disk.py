@@ -7,12 +7,17 @@ processor as they arrive, for the published method too, which is kinder to it th
 first.
 
 Beside each time stands what the planner's formula makes of rates taken in the same run: the drive's from a few steps on
-an empty cache, a layer's from tokens that miss nothing. Which blocks are missing, and which are read ahead, comes from
-a replay of the routing; what is kept in the card's memory it leaves out.
+an empty cache, a layer's from tokens that miss nothing, and what of it is not experts, behind which the drive may read
+but nothing is computed, from tokens that compute none. Which blocks are missing, and which are read ahead, comes from a
+replay of the routing; what is kept in the card's memory it leaves out.
 
 How much of the drive's time is hidden: a token that misses blocks takes longer than one that misses none, by less than
 reading them takes. A card and a processor that are quick beside the drive cannot hide more than a token takes without
 it, which stands beside.
+
+With --home the same at a home PC's pace: before each layer the card waits until its dense weights have taken as long as
+an RTX 5060's would, and reads all experts that are in RAM itself, over its link, which takes about as long as both
+sides of a PC take at 60 GB/s. Late ones are computed by the processor.
 
 A run can be ended and started again: cases that --done names are left out. With --minutes a case that will not be done
 by then is left out as well, and a line says so.
@@ -22,7 +27,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +37,6 @@ import numpy.typing as npt
 import torch
 import triton
 
-from kernels.experts.device.rates import ReadRates
 from kernels.experts.device.turns import SharedSlots
 from kernels.experts.host.binding import PIECE_BYTES, Host
 from kernels.experts.host.drives import EmulatedDrive
@@ -40,62 +44,53 @@ from kernels.experts.host.replay import Clock, Routing
 from kernels.workers.pool import Workers, default_threads
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import catalog
-from services.engine.gpu.decoder import Decoder, Placement, Row
-from services.engine.gpu.memory import DevicePool, DeviceState
+from services.engine.gpu.ledger import dense_bytes, stored_layout
+from services.engine.gpu.memory import DevicePool
 from services.engine.gpu.open import AWAKE_US, usable_device
-from services.engine.gpu.token import Replay
 from services.engine.gpu.weights import DeviceWeights
+from services.engine.model_config import ModelConfig
 from services.engine.pages import pages_for
 from services.tools import figures, measure
-from services.tools.bench_experts import PUBLISHED
 from services.tools.cells import Cells, Value
 from services.tools.decode_rig import READERS, mid_dialog
+from services.tools.disk_tokens import (
+    CONTEXT_TOKENS,
+    HIT_EXPERTS,
+    HOME,
+    OURS,
+    PLAIN,
+    THEIRS,
+    VRAM,
+    Tokens,
+    Way,
+    few_experts,
+)
 from services.tools.drive_reads import DriveReads
-from services.tools.hardware import STEP_OVER_READING
+from services.tools.hardware import CARDS, box
 from services.tools.measure import Reads
-from services.tools.predict import GB, SUPER, Method
+from services.tools.plan import shape_of
+from services.tools.predict import GB, Method, layer_of
 from services.tools.synthetic_blocks import SyntheticBlocks
 from services.tools.traces.generators import generate
 from services.tools.traces.kept import without_hottest
 from services.tools.traces.steady import steady
 
-CONTEXT_TOKENS = 2048
 HEADING = (
-    f"{'method':<20}{'in RAM':>7}{'GB/s':>6}{'all hits':>9}{'a read':>8}{'late us':>8}{'planned':>9}"
+    f"{'method':<20}{'in RAM':>7}{'GB/s':>6}{'idle':>7}{'all hits':>9}{'a read':>8}{'late us':>8}{'planned':>9}"
     f"{'wrong':>7}{'ms':>8}{'tok/s':>7}{'misses':>8}{'needed':>8}{'waited':>8}{'hidden':>8}{'missing':>8}{'at most':>9}"
     f"{'late':>6}"
 )
 FIRST_CASE_S = 120.0  # assumed; a later one takes no longer than the longest before it
-HIT_EXPERTS = 3  # times a token's: of a layer, which tokens that miss nothing name
-HIT_TOKENS = 15
-
-
-@dataclass(frozen=True)
-class Way:
-    name: str
-    placement: Placement
-    prefetch: str
-    in_vram: bool = False  # the hottest experts are in the card's memory
-
-
-OURS = Way("ours", Placement(guesses=True), "on")
-PLAIN = Way("ours, no prefetch", Placement(), "off")
-VRAM = Way("ours, some in VRAM", Placement(guesses=True), "on", in_vram=True)
-THEIRS = Way(
-    "published",
-    Placement(
-        PUBLISHED[0].route, PUBLISHED[0].share, waves=PUBLISHED[0].waves, whole_groups=True, splits=PUBLISHED[0].splits,
-        lanes=PUBLISHED[0].lanes, guesses=True,
-    ),
-    "on",
-)  # fmt: skip
+HIT_TOKENS, IDLE_TOKENS = 15, 9
+HOME_CARD, HOME_GB_S = "rtx5060", 60.0
 
 
 @dataclass(frozen=True)
 class Found:
-    """Of a token, on average, in milliseconds. `hits_ms`: one without a miss; `planned_ms`: from that and `reads`;
-    `waited_ms`: of it the host had nothing to compute, while the GPU may have."""
+    """Of a token, on average, in milliseconds. `idle_ms`: one that computes no expert; `hits_ms`: one without a miss;
+    `planned_ms`: from both and `reads`; `waited_ms`: of it the host had nothing to compute, while the GPU may have."""
 
+    idle_ms: float
     hits_ms: float
     reads: Reads
     planned_ms: float
@@ -133,6 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--disk", type=numbers, default=[7.0, 12.0], metavar="GB/S", help="emulated (default 7,12)")
     parser.add_argument("--trace", default="calibrated", help="generator of the routing (default calibrated)")
     parser.add_argument("--quick", action="store_true", help="two cases, ours without prefetch and the published one")
+    parser.add_argument("--home", action="store_true", help="instead of all cases ours at a home PC's pace")
     parser.add_argument("--piece", type=int, default=PIECE_BYTES, metavar="BYTES", help="of a block, read at once")
     parser.add_argument("--vram", type=float, default=0.0, metavar="GB", help="for experts in the card's memory, too")
     parser.add_argument("--warm", type=int, default=100, help="tokens that fill the cache first (default 100)")
@@ -163,6 +159,7 @@ def run(args: argparse.Namespace) -> int:
     memory = np.fromfile(store.experts_path, np.uint8)
     weights = DeviceWeights.load(store.dense(), store.config, device)
     weights.embeddings.read_through()
+    home_ms = carried_ms(args.store, store.config)
     pool = DevicePool(store.config, device, places=1, pages=pages_for(CONTEXT_TOKENS))
     state = mid_dialog(weights, pool, CONTEXT_TOKENS)
     routing = generate(args.trace, args.warm + args.tokens)
@@ -178,8 +175,7 @@ def run(args: argparse.Namespace) -> int:
         with host(store, memory, share, disk, way, args) as slots:
             inputs = SyntheticBlocks(store.layout, 1, 1).inputs(1, seed=1)
             reads = measure.reads(slots.host, inputs, store.config.experts_per_token)
-            expert_ns = hit_ns(slots, way)
-            found = measured(Tokens(store, weights, state, slots, way, routing), slots, args, disk, reads, expert_ns)
+            found = measured(Tokens(store, weights, state, slots, way, routing), slots, args, disk, reads, home_ms)
         tell(args, way, share, disk, found)
         cells.finish(*cell, value=found.error)
         longest_s = max(longest_s, time.monotonic() - begun)
@@ -189,6 +185,8 @@ def run(args: argparse.Namespace) -> int:
 
 def cases(args: argparse.Namespace) -> list[tuple[float, float, Way]]:
     """Share in RAM, GB/s of the drive, method: first those that the plan is held against."""
+    if args.home:
+        return [(share, disk, HOME) for share in args.share for disk in args.disk]
     if args.quick:
         ends = ((min(args.share), min(args.disk)), (max(args.share), max(args.disk)))
         return [(share, disk, way) for share, disk in ends for way in (PLAIN, THEIRS)]
@@ -208,49 +206,40 @@ def tell_errors(args: argparse.Namespace, cells: Cells) -> None:
     """Of all cases that are done, by runs before this one too."""
     errors = [(way, cells.done(*case_name(args, share, disk, way))) for share, disk, way in cases(args)]
     done = [(way, error) for way, error in errors if error is not None]
-    plain = [error for way, error in done if way is PLAIN]
-    if not plain:
+    if not done:
         return
-    worst = 100 * max(error for _, error in done)
-    print(f"the plan was wrong by at most {100 * max(plain):.1f} % in {len(plain)} cases without guesses, ", end="")
-    print(f"{worst:.1f} in all {len(done)}")
+    found = [f"{100 * max(each):.1f} % in {len(each)} of {name}" for name, each in by_way(done)]
+    worst = max(error for _, error in done)
+    print(f"the plan was wrong by at most {100 * worst:.1f} % in {len(done)} cases: {', '.join(found)}")
     if args.out:
         note = (
-            f"synthetic, whole tokens on the GPU, emulated drive, {args.trace} routing, {len(plain)} cases of ours "
-            f"without prefetch, {worst:.1f} % in all {len(done)}, torch {torch.__version__}, "
-            f"triton {triton.__version__}"
+            f"synthetic, whole tokens on the GPU, emulated drive, {args.trace} routing, {len(done)} cases: "
+            f"{', '.join(found)}, torch {torch.__version__}, triton {triton.__version__}"
         )
-        figures.append(args.out, "plan.error_max", max(plain), "", note)
+        figures.append(args.out, "plan.error_max", worst, "", note)
 
 
-def hit_ns(slots: SharedSlots, way: Way) -> float:
-    """Of one expert among many that are in RAM, from how fast both sides read at once, or the link alone."""
-    if way is THEIRS:
-        return Method.GROUPS.expert_bytes(SUPER) / ReadRates(slots).copy()
-    return Method.SPLIT.expert_bytes(SUPER) * STEP_OVER_READING / sum(ReadRates(slots).together())
+def by_way(errors: Sequence[tuple[Way, float]]) -> list[tuple[str, list[float]]]:
+    names = dict.fromkeys(way.name for way, _ in errors)
+    return [(name, [error for way, error in errors if way.name == name]) for name in names]
+
+
+def carried_ms(folder: Path, config: ModelConfig) -> float:
+    """A home PC's dense weights and hand-offs, as it is planned."""
+    shape = shape_of(config, dense_bytes(config, stored_layout(folder)))
+    there = box(CARDS[HOME_CARD], 32.0, HOME_GB_S, 7.0)
+    return layer_of(shape, there.rates, Method.SPLIT).gap_ns * shape.moe_layers / 1e6
 
 
 def plan_ms(
-    routing: Routing, warm: int, slots: int, hits_ms: float, expert_ns: float, reads: Reads, prefetch: str = "off"
+    routing: Routing, warm: int, slots: int, idle_ms: float, hits_ms: float, reads: Reads, prefetch: str = "off"
 ) -> float:
-    """A token as the planner has it. Its layers without a miss are what was measured, however they divide."""
-    layer_ns, top_k = hits_ms * 1e6 / routing.layers, routing.ids.shape[1]
-    expert_ns = min(expert_ns, layer_ns / top_k)
+    """A token as the planner has it. Its layers without a miss are what was measured."""
+    gap_ns = min(idle_ms, hits_ms) * 1e6 / routing.layers
+    expert_ns = (hits_ms * 1e6 / routing.layers - gap_ns) / routing.ids.shape[1]
     late_ns = reads.late_ns + reads.alone_ns - expert_ns
-    clock = Clock(layer_ns - top_k * expert_ns, expert_ns, reads.read_ns, prefetch=prefetch, late_ns=late_ns)
+    clock = Clock(gap_ns, expert_ns, reads.read_ns, prefetch=prefetch, late_ns=late_ns)
     return steady(routing, warm, slots, clock).ms
-
-
-def few_experts(routing: Routing, tokens: int) -> Routing:
-    """So many tokens of a model of that shape, all of whose layers name only HIT_EXPERTS times top_k experts: each of
-    them within the first HIT_EXPERTS tokens."""
-    top_k, random = routing.ids.shape[1], np.random.default_rng(1)
-    orders = [np.arange(HIT_EXPERTS * top_k, dtype=np.int32).reshape(HIT_EXPERTS, top_k)]
-    orders += [random.permutation(HIT_EXPERTS * top_k)[:top_k].astype(np.int32)[None] for _ in range(tokens)]
-    ids = np.repeat(np.concatenate(orders)[:tokens], routing.layers, axis=0)
-    steps = len(ids)
-    layer = np.tile(np.arange(routing.layers, dtype=np.int32), tokens)
-    return Routing(routing.layers, routing.experts, layer, np.arange(steps + 1, dtype=np.int64), ids, (ids,))
 
 
 @contextmanager
@@ -282,50 +271,11 @@ def host(
         opened.close()
 
 
-class Tokens:
-    """One sequence's tokens, routed as `routing` says."""
-
-    def __init__(
-        self, store: Store, weights: DeviceWeights, state: DeviceState, slots: SharedSlots, way: Way, routing: Routing
-    ) -> None:
-        config, layers = store.config, routing.layers
-        self.routing, self.state, self.way = routing, state, way
-        guessed = way.placement.guesses
-        device = state.conv.device
-        shape = (layers, 2, 1, config.experts_per_token) if guessed else (layers, 1, config.experts_per_token)
-        self.replay = Replay(
-            torch.zeros(shape, dtype=torch.int32, device=device),
-            torch.zeros(layers, 1, config.latent_size, device=device),
-        )
-        self.x = SyntheticBlocks(store.layout, 1, 1).inputs(64 * layers, seed=1).view(64, layers, 1, -1)
-        self.decoder = Decoder(weights, state.pool, slots, 1, CONTEXT_TOKENS, way.placement, self.replay)
-        self.decoder.compile([state])
-        self.decoder.capture()
-
-    def step(self, token: int, routing: Routing | None = None) -> float:
-        """-> milliseconds by the wall clock."""
-        routing = routing or self.routing
-        layers = routing.layers
-        rows = slice(token * layers, (token + 1) * layers)
-        ids = torch.from_numpy(routing.ids[rows])
-        if self.replay.ids.dim() == 4:
-            # What layer i posts behind its own ids is the guess that was made there at layer i + 1.
-            guesses = torch.from_numpy(routing.guesses[0][rows])
-            ids = torch.stack([ids, guesses], dim=1)
-        self.replay.ids.copy_(ids.view(self.replay.ids.shape))
-        self.replay.x.copy_(self.x[token % len(self.x)])
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        self.decoder.run([Row(self.state, 0)])
-        return (time.perf_counter() - begun) * 1e3
-
-
 def measured(
-    tokens: Tokens, slots: SharedSlots, args: argparse.Namespace, disk: float, reads: Reads, expert_ns: float
+    tokens: Tokens, slots: SharedSlots, args: argparse.Namespace, disk: float, reads: Reads, home_ms: float
 ) -> Found:
     host, routing, way = slots.host, tokens.routing, tokens.way
-    few = few_experts(routing, HIT_EXPERTS + 2 + HIT_TOKENS)
-    hits = [tokens.step(token, few) for token in range(HIT_EXPERTS + 2 + HIT_TOKENS)][-HIT_TOKENS:]
+    idle_ms, hits_ms = without_misses(tokens, home_ms if way.home else 0.0)
     if slots.vram is not None:  # what these tokens named is not what is hot
         host.set_heat(np.zeros_like(host.heat()))
     for token in range(args.warm):
@@ -335,13 +285,13 @@ def measured(
     after = host.counters()
     host.check()
     tokens.decoder.close()
-    hits_ms = statistics.median(hits)
     named = routing if slots.vram is None else without_hottest(routing, len(slots.vram.held()), args.warm)
     prefetch = way.prefetch if way.placement.guesses else "off"
     return Found(
+        idle_ms,
         hits_ms,
         reads,
-        planned_ms=plan_ms(named, args.warm, after["slots_total"], hits_ms, expert_ns, reads, prefetch),
+        planned_ms=plan_ms(named, args.warm, after["slots_total"], idle_ms, hits_ms, reads, prefetch),
         token_ms=statistics.mean(times),
         drive=DriveReads.between(before, after, host.catalog.layout.block_bytes, disk, args.tokens),
         waited_ms=(after["disk_wait_ns"] - before["disk_wait_ns"]) / 1e6 / args.tokens,
@@ -349,27 +299,49 @@ def measured(
     )
 
 
+def without_misses(tokens: Tokens, carried_ms: float) -> tuple[float, float]:
+    """A token that computes no expert and one that finds all in RAM, in milliseconds. From now on what is not experts
+    takes `carried_ms`, if that is longer."""
+    few = few_experts(tokens.routing, HIT_EXPERTS + 2 + HIT_TOKENS)
+    for token in range(HIT_EXPERTS + 2):
+        tokens.step(token, few)
+
+    def idle() -> float:
+        found = statistics.median(tokens.step(token, few, nothing=True) for token in range(IDLE_TOKENS))
+        tokens.clear()
+        return found
+
+    idle_ms = idle()
+    if carried_ms > idle_ms:
+        tokens.slow((carried_ms - idle_ms) * 1e6 / tokens.routing.layers)
+        idle_ms = idle()
+    hits = [tokens.step(token, few) for token in range(HIT_EXPERTS + 2, HIT_EXPERTS + 2 + HIT_TOKENS)]
+    return idle_ms, statistics.median(hits)
+
+
 def tell(args: argparse.Namespace, way: Way, share: float, disk: float, found: Found) -> None:
     rate, drive = 1e3 / found.token_ms, found.drive
     print(
-        f"{way.name:<20}{share:>7.2f}{disk:>6.1f}{found.hits_ms:>9.2f}{found.reads.read_ns / 1e6:>8.3f}"
-        f"{found.reads.late_ns / 1e3:>8.0f}{found.planned_ms:>9.2f}{found.error:>7.1%}"
-        f"{found.token_ms:>8.2f}{rate:>7.2f}{drive.missing:>8.1f}{drive.needed:>8.1f}{found.waited_ms:>8.2f}{found.hidden:>8.0%}"
-        f"{found.hidden_of_missing:>8.0%}{found.most_hidden:>9.0%}{found.late:>6}",
+        f"{way.name:<20}{share:>7.2f}{disk:>6.1f}{found.idle_ms:>7.2f}{found.hits_ms:>9.2f}"
+        f"{found.reads.read_ns / 1e6:>8.3f}{found.reads.late_ns / 1e3:>8.0f}{found.planned_ms:>9.2f}{found.error:>7.1%}"
+        f"{found.token_ms:>8.2f}{rate:>7.2f}{drive.missing:>8.1f}{drive.needed:>8.1f}{found.waited_ms:>8.2f}"
+        f"{found.hidden:>8.0%}{found.hidden_of_missing:>8.0%}{found.most_hidden:>9.0%}{found.late:>6}",
         flush=True,
     )
     if not args.out:
         return
     note = (
         f"synthetic, {args.trace} routing, {way.name}, {args.threads} threads, emulated drive of {disk:g} GB/s, "
-        f"{drive.missing:.1f} misses a token, {found.hits_ms:.1f} ms without any, {drive.needed_ms:.1f} ms of needed "
-        f"reading, planned {found.planned_ms:.1f} ms, "
+        f"{drive.missing:.1f} misses a token, {found.hits_ms:.1f} ms without any, of which {found.idle_ms:.1f} "
+        f"{'slowed to an RTX 5060 and ' if way.home else ''}not experts, {drive.needed_ms:.1f} ms of needed reading, "
+        f"a read {found.reads.read_ns / 1e6:.3f} ms, late {found.reads.late_ns / 1e3:.0f} us, "
+        f"planned {found.planned_ms:.1f} ms, at most {found.most_hidden:.2f} could be hidden, "
         f"{f'{args.vram:g} GB of experts in graphics memory, ' if way is VRAM else ''}"
         f"torch {torch.__version__}, triton {triton.__version__}"
     )
-    ram, theirs = f"ram{round(100 * share)}", "published_" if way is THEIRS else ""
-    figures.append(args.out, f"decode.{theirs}tok_s_{ram}", rate, "tok/s", note)
-    figures.append(args.out, f"decode.{theirs}plan_error_{ram}", found.error, "", note)
+    ram, whose = f"ram{round(100 * share)}", {"published": "published_", HOME.name: "home_"}.get(way.name, "")
+    figures.append(args.out, f"decode.{whose}tok_s_{ram}", rate, "tok/s", note)
+    figures.append(args.out, f"decode.{whose}plan_error_{ram}", found.error, "", note)
     if way is not THEIRS:
-        figures.append(args.out, f"decode.hidden_{ram}", found.hidden, "", note)
-        figures.append(args.out, f"decode.hidden_of_missing_{ram}", found.hidden_of_missing, "", note)
+        figures.append(args.out, f"decode.{whose}hidden_{ram}", found.hidden, "", note)
+        figures.append(args.out, f"decode.{whose}hidden_of_missing_{ram}", found.hidden_of_missing, "", note)

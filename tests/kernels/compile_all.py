@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.block import BlockLayout
-from kernels.experts import decode, decode_step, handoff
+from kernels.experts import decode, decode_step, handoff, pause
 
 TARGETS = (80, 90, 120)
 LAYOUT = BlockLayout(latent=1024, width=2688)
@@ -85,6 +85,7 @@ KERNELS = [
         {"PLAN": 128, "PLAN_PADDED": 128},
         1,
     ),
+    (pause.pause_kernel, "length_there:*i64", {}, 1),
 ]
 
 

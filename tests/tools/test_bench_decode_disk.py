@@ -7,20 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.tools.bench_decode_disk import (
-    HIT_EXPERTS,
-    OURS,
-    PLAIN,
-    THEIRS,
-    VRAM,
-    Found,
-    cases,
-    few_experts,
-    numbers,
-    plan_ms,
-    tell,
-)
+from services.engine.gpu.ledger import dense_bytes, stored_layout
+from services.tools.bench_decode_disk import Found, carried_ms, cases, numbers, plan_ms, tell
 from services.tools.cli import main
+from services.tools.disk_tokens import HIT_EXPERTS, HOME, OURS, PLAIN, THEIRS, VRAM, few_experts
 from services.tools.drive_reads import DriveReads
 from services.tools.measure import Reads
 from services.tools.synth import synthesise
@@ -28,7 +18,7 @@ from services.tools.traces.generators import generate
 
 READS = Reads(4e5, 1e5, 5e4)
 DRIVE = DriveReads(needed=100.0, missing=80.0, block_ms=0.4)  # 40 ms of needed reading, 32 of it for missing blocks
-FOUND = Found(20.0, READS, planned_ms=27.0, token_ms=30.0, drive=DRIVE, waited_ms=4.0, late=0)
+FOUND = Found(5.0, 20.0, READS, planned_ms=27.0, token_ms=30.0, drive=DRIVE, waited_ms=4.0, late=0)
 
 
 def test_hidden_is_what_a_token_does_not_take_longer_for_its_reads() -> None:
@@ -54,7 +44,7 @@ def test_rows_name_the_method_and_the_share(tmp_path: Path, capsys: pytest.Captu
         ["decode.published_tok_s_ram24", "25"],
         ["decode.published_plan_error_ram24", "0.325"],
     ]
-    assert "80.0 misses a token, 20.0 ms without any, 40.0 ms of needed reading" in rows[1]
+    assert "80.0 misses a token, 20.0 ms without any, of which 5.0 not experts, 40.0 ms of needed reading" in rows[1]
     assert "25.00" in capsys.readouterr().out
 
 
@@ -74,9 +64,9 @@ def test_a_machine_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_quick_is_the_two_ends() -> None:
-    args = argparse.Namespace(quick=True, share=[0.24, 0.33], disk=[7.0, 12.0])
+    args = argparse.Namespace(home=False, quick=True, share=[0.24, 0.33], disk=[7.0, 12.0])
     assert cases(args) == [(0.24, 7.0, PLAIN), (0.24, 7.0, THEIRS), (0.33, 12.0, PLAIN), (0.33, 12.0, THEIRS)]
-    args = argparse.Namespace(quick=False, share=[0.24, 0.33], disk=[7.0, 12.0], vram=0.0)
+    args = argparse.Namespace(home=False, quick=False, share=[0.24, 0.33], disk=[7.0, 12.0], vram=0.0)
     whole = cases(args)
     assert len(whole) == 10
     assert all(way is PLAIN for _, _, way in whole[:4]), "first what the plan is held against"
@@ -99,6 +89,17 @@ def test_tokens_that_miss_nothing_name_few_experts() -> None:
 def test_a_plan_without_misses_is_what_was_measured() -> None:
     routing = generate("calibrated", 6)
     free = Reads(0.0, 0.0, 0.0)
-    for expert_ns in (1e3, 1e9):
-        assert plan_ms(routing, 2, 20480, 20.0, expert_ns, free) == pytest.approx(20.0, rel=1e-3)
-    assert plan_ms(routing, 2, 5000, 20.0, 1e4, Reads(4e5, 0.0, 0.0)) > 25.0
+    for idle_ms in (0.0, 5.0, 30.0):
+        assert plan_ms(routing, 2, 20480, idle_ms, 20.0, free) == pytest.approx(20.0, rel=1e-3)
+    slow = Reads(4e5, 0.0, 0.0)
+    found = [plan_ms(routing, 2, 5000, idle_ms, 20.0, slow) for idle_ms in (0.0, 5.0, 15.0)]
+    assert 25.0 < found[0] < found[1] < found[2], "a drive reads beside experts, not beside all that is computed"
+
+
+def test_a_home_pcs_pace(tmp_path: Path) -> None:
+    args = argparse.Namespace(home=True, quick=False, share=[0.24, 0.36], disk=[7.0, 12.0], vram=0.0)
+    assert cases(args) == [(share, disk, HOME) for share in (0.24, 0.36) for disk in (7.0, 12.0)]
+    store = synthesise(tmp_path / "store", "small")
+    dense = dense_bytes(store.config, stored_layout(store.folder))
+    handoffs_ms = 0.02 * len(store.config.moe_layers)
+    assert carried_ms(store.folder, store.config) == pytest.approx(dense / (0.85 * 448e9) * 1e3 + handoffs_ms)

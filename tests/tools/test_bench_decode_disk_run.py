@@ -42,15 +42,24 @@ class Tokens:
         self.slots, self.way, self.routing = slots, way, routing
         self.decoder = SimpleNamespace(late=0, close=lambda: None)
         self.x = torch.ones(1, slots.host.catalog.layout.latent)
+        self.slowed_ns = 0.0
 
-    def step(self, token: int, routing: Routing | None = None) -> float:
+    def slow(self, layer_ns: float) -> None:
+        self.slowed_ns = layer_ns
+
+    def clear(self) -> None:
+        pass
+
+    def step(self, token: int, routing: Routing | None = None, nothing: bool = False) -> float:
         routing, begun = routing or self.routing, time.perf_counter()
         host, layers = self.slots.host, routing.layers
         for layer in range(layers):
             row = token * layers + layer
             if self.way.placement.guesses and layer + 1 < layers:
                 host.prefetch(layer + 1, routing.guesses[0][row, : hinted(SIZES.top_k)])
-            host.step(layer, torch.from_numpy(routing.ids[row : row + 1]), torch.ones(1, SIZES.top_k), self.x)
+            x = torch.full_like(self.x, torch.nan) if nothing else self.x
+            time.sleep(self.slowed_ns / 1e9)
+            host.step(layer, torch.from_numpy(routing.ids[row : row + 1]), torch.ones(1, SIZES.top_k), x)
         if self.slots.vram is not None:
             self.slots.vram.improve()
         return 1e3 * (time.perf_counter() - begun)
@@ -58,7 +67,6 @@ class Tokens:
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = SimpleNamespace(copy=lambda: 50.0, together=lambda: (60.0, 40.0))
     embeddings = SimpleNamespace(read_through=lambda: None)
     for name, value in {
         "usable_device": lambda: torch.device("cpu"),
@@ -66,7 +74,6 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
         "DevicePool": lambda *_, **more: None,
         "mid_dialog": lambda *_: None,
         "SharedSlots": Slots,
-        "ReadRates": lambda slots: rates,
         "Tokens": Tokens,
         "generate": lambda name, tokens: generators.generate(name, tokens, SIZES),
     }.items():
@@ -103,9 +110,9 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert all(float(row["value"]) <= 1 for row in rows if "hidden" in row["name"])
     [both] = {row["note"].split(", ")[2] for row in rows if "0.0005 GB of experts in graphics memory" in row["note"]}
     assert both == "ours"
-    assert "4 cases of ours without prefetch" in rows[-1]["note"]
-    assert "in all 12" in rows[-1]["note"]
-    errors = [float(row["value"]) for row in rows if "plan_error" in row["name"] and "no prefetch" in row["note"]]
+    assert "% in 4 of ours, no prefetch" in rows[-1]["note"]
+    assert "12 cases: " in rows[-1]["note"]
+    errors = [float(row["value"]) for row in rows if "plan_error" in row["name"]]
     assert float(rows[-1]["value"]) == pytest.approx(max(errors), rel=1e-4)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("ours", "published"))]
     assert len(lines) == 12
@@ -117,6 +124,24 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert not [line for line in again if line.startswith(("ours", "published"))]
     last = list(csv.DictReader(out.read_text().splitlines()))[-1]
     assert last == rows[-1], "the plan's error is of all that is done"
+
+
+@pytest.mark.usefixtures("played")
+def test_a_home_pcs_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    store, out = tmp_path / "store", tmp_path / "box.csv"
+    synth.synthesise(store, "small")
+    monkeypatch.setattr(bench_decode_disk, "carried_ms", lambda *_: 60.0)
+    assert run(store, "--home", "--share", "0.6", "--disk", "0.2", "--out", str(out)) == 0
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    assert [row["name"] for row in rows] == [
+        *(f"decode.home_{kind}_ram60" for kind in ("tok_s", "plan_error", "hidden", "hidden_of_missing")),
+        "plan.error_max",
+    ]
+    assert "slowed to an RTX 5060 and not experts" in rows[0]["note"]
+    [line] = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("ours, home pace")]
+    idle_ms, hits_ms = map(float, line[5:7])
+    assert idle_ms == pytest.approx(60.0, rel=0.3)
+    assert hits_ms > 45.0
 
 
 @pytest.mark.usefixtures("played")

@@ -12,7 +12,7 @@ A token can go on from the middle: `launch(first, posted=True)` begins at MoE la
 that a layer's router weights and latent input are kept until the token's end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,11 +36,13 @@ class Replay:
     """For benchmarks on synthetic weights: what is posted instead of what the routers and projections found.
 
     ids int32 [MoE layers, rows, k], or with guesses at the next layer's behind them [MoE layers, 2, rows, k], and x
-    float32 [MoE layers, rows, latent], on the device. The routers run anyway.
+    float32 [MoE layers, rows, latent], on the device. The routers run anyway. `before_post` queues what each layer does
+    before its hand-off.
     """
 
     ids: Tensor
     x: Tensor
+    before_post: Callable[[], None] | None = None
 
 
 class Place(Protocol):
@@ -201,6 +203,8 @@ class Token:
         if self.replay is None:
             self.turns.post(self.first_moe + index, self.chosen[index], self.latent[index])
         else:
+            if self.replay.before_post is not None:
+                self.replay.before_post()
             self.turns.post(index, self.replay.ids[index], self.replay.x[index])
         linear(self.x, layer.shared_up, self.shared, "relu2", layer.norm)
         linear(self.shared, layer.shared_down, self.x, "add", stop=self.turns.stop)
