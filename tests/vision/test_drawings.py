@@ -160,11 +160,12 @@ def test_patches_know_what_is_on_them() -> None:
 
 
 def test_lessons_begin_with_easy_ones_and_go_on_when_those_are_known() -> None:
-    nothing = lessons.weights([0.0] * 7, 0.0)
-    assert [weight > 0 for weight in nothing] == [True] * 3 + [False] * 4
-    assert all(lessons.weights([0.0] * 7, 0.5))
-    known = lessons.weights([0.9] * 4 + [0.0] * 3, 0.0)
-    assert [weight > 0 for weight in known] == [True] * 5 + [False] * 2
+    nothing = lessons.weights([0.0] * 8, 0.0)
+    assert [weight > 0 for weight in nothing] == [True] * 3 + [False] * 5
+    assert all(lessons.weights([0.0] * 8, 0.5))
+    known = lessons.weights([0.9] * 4 + [0.0] * 4, 0.0)
+    assert [weight > 0 for weight in known] == [True] * 5 + [False] * 3
+    assert [weight > 0 for weight in lessons.weights([0.0] * 8, 0.1, 2.0)] == [True] * 6 + [False] * 2
     assert known[0] < 0.5 * nothing[0]
     choice = random.Random(3)
     for lesson in lessons.LESSONS:
@@ -174,6 +175,8 @@ def test_lessons_begin_with_easy_ones_and_go_on_when_those_are_known() -> None:
             assert all(len(one.scene.groups) == 1 and one.scene.groups[0].count == 1 for one in drawn)
         if lesson.name == "digits":
             assert all(1 <= len(one.scene.text) <= 2 for one in drawn)
+        if lesson.name == "figures":
+            assert {len(one.scene.text) for one in drawn} == {3, 4, 5}
 
 
 def test_paintings_are_made_by_other_code_and_are_what_their_seed_says() -> None:

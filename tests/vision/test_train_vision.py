@@ -1,8 +1,10 @@
 """Teaching a small checkpoint to see: that what is trained is what the engine runs, that it learns and goes on."""
 
 import argparse
+import copy
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,18 +14,20 @@ from safetensors.torch import load
 from services.api.model_folder import load_model_folder
 from services.api.pictures import PLACE
 from services.api.shown import Shown
+from services.engine.errors import CheckpointError
+from services.engine.tensorfile import write_tensors
 from services.engine.vision.embedding import embed, run
 from services.engine.vision.preprocess import patches
 from services.tools import oracle
 from services.tools.repack import repack
 from services.tools.train_demo.fused import plain
-from services.tools.train_vision import command, drawings, scoring
-from services.tools.train_vision.batches import IGNORED, LENGTH, TAUGHT_GRIDS, Batch, Drawings, Prompts
+from services.tools.train_vision import command, drawings, scoring, stopwatch
+from services.tools.train_vision.batches import IGNORED, LENGTH, MOST_SAID, TAUGHT_GRIDS, Batch, Drawings, Prompts
 from services.tools.train_vision.labels import CLASSES, COUNT, NONE
 from services.tools.train_vision.language import Language
 from services.tools.train_vision.network import GRIDS, MOST_PATCHES, Network, in_order, small_config
 from services.tools.train_vision.scenes import Asked
-from services.tools.train_vision.training import Options, TeachingError, Training
+from services.tools.train_vision.training import RISING_STEPS, Options, TeachingError, Training, said
 
 SMALL = "--device cpu --minutes 0 --batch 2 --words 2 --workers 0 --pool 8 --width 48 --blocks 1 --score 0"
 
@@ -38,9 +42,9 @@ def language(demo_checkpoint: Path) -> Language:
     return Language(demo_checkpoint, torch.float32)
 
 
-def begun(language: Language, prompts: Prompts, width: int = 48, seed: int = 0) -> Training:
+def begun(language: Language, prompts: Prompts, width: int = 48, seed: int = 0, warm: bool = False) -> Training:
     network = Network(small_config(256, width, 1), seed)
-    return Training(language, prompts, network, Options("cpu", 2, 2, 0, 8, False), lambda text: None)
+    return Training(language, prompts, network, Options("cpu", 2, 2, 0, 8, False, warm=warm), lambda text: None)
 
 
 @pytest.fixture(scope="module")
@@ -75,17 +79,17 @@ def test_what_is_trained_is_what_the_engine_runs(demo_checkpoint: Path, tmp_path
 def test_the_language_model_is_the_checkpoints(language: Language, demo_checkpoint: Path) -> None:
     ids = torch.randint(32, 4096, (2, 20), generator=torch.Generator().manual_seed(1))
     theirs = oracle.load(demo_checkpoint)
-    everywhere = torch.ones(2, 20, dtype=torch.bool)
-    found = language(language.words(ids), everywhere).view(2, 20, -1)
+    everywhere = torch.arange(20).expand(2, -1)
+    found = language(language.words(ids), everywhere)
     wanted = theirs(inputs_embeds=theirs.get_input_embeddings()(ids)).logits
     assert torch.allclose(found, wanted, atol=1e-3)
     assert not any(parameter.requires_grad for parameter in language.parameters())
     language.fused = plain(torch.float32)  # what is compiled on a GPU
-    assert torch.allclose(language(language.words(ids), everywhere).view(2, 20, -1), wanted, atol=1e-3)
+    assert torch.allclose(language(language.words(ids), everywhere), wanted, atol=1e-3)
     language.fused = None
-    last = torch.zeros(2, 20, dtype=torch.bool)
-    last[:, -1] = True
-    assert torch.allclose(language(language.words(ids), last), found[:, -1], atol=1e-4)
+    some = torch.tensor([[3, 19], [7, 0]])
+    assert torch.allclose(language(language.words(ids), some)[:, 0], found[[0, 1], [3, 7]], atol=1e-4)
+    assert torch.allclose(language(language.words(ids), some)[:, 1], found[[0, 1], [19, 0]], atol=1e-4)
 
 
 def test_prompts_are_as_they_are_served(demo_checkpoint: Path, prompts: Prompts) -> None:
@@ -227,14 +231,91 @@ def test_the_command_makes_a_checkpoint_that_is_read(
     assert command.run(parser.parse_args(again.split())) == 0
     told = capsys.readouterr().out
     assert "of its tower taken over" in told
-    begun = Network(small_config(256, 48, 1), seed=4)
-    assert len(begun.take(command.vision_tensors(tmp_path / "out"))) == len(begun.checkpoint_tensors())
-    wider = Network(small_config(256, 96, 1))
-    assert wider.take(command.vision_tensors(tmp_path / "out")) == ["projector.down"]
 
 
-def test_examinations_ask_what_their_pictures_show(training: Training, prompts: Prompts) -> None:
-    lines = training.score(1, rows=1)
+def test_a_tower_is_taken_over_without_its_projector_and_only_if_it_fits(tmp_path: Path) -> None:
+    taught = Network(small_config(256, 48, 2), seed=1)
+    write_tensors(tmp_path / "tower.safetensors", taught.checkpoint_tensors())
+    by_file, by_folder = (command.vision_tensors(path) for path in (tmp_path / "tower.safetensors", tmp_path))
+    assert by_file.keys() == by_folder.keys() == taught.checkpoint_tensors().keys()
+    begun = Network(small_config(320, 48, 2), seed=4)  # of another language model
+    own = {name: begun[name].clone() for name in ("projector.up", "projector.norm", "projector.down")}
+    taken = begun.take(by_file)
+    assert len(taken) == len(taught.checkpoint_tensors()) - len(own)
+    assert all(torch.equal(begun[name], value) for name, value in own.items())
+    assert all(torch.equal(begun[name], taught[name].bfloat16().float()) for name in taken)
+    for other, why in (
+        ((96, 2), "of another size.*--width"),
+        ((48, 1), "larger tower.*--blocks"),
+        ((48, 3), "no tensor"),
+    ):
+        anew = Network(small_config(256, *other), seed=4)
+        before = anew["embedder"].clone()
+        with pytest.raises(CheckpointError, match=why):
+            anew.take(by_file)
+        assert torch.equal(anew["embedder"], before)
+
+
+def test_what_is_said_is_found_at_its_places() -> None:
+    targets = torch.full((3, LENGTH), IGNORED)
+    targets[0, [4, 9, 10]] = torch.tensor([7, 8, 0])
+    targets[1] = torch.arange(LENGTH)
+    places, found = said(targets)
+    assert places.shape == found.shape == (3, MOST_SAID)
+    assert places[0, :3].tolist() == [4, 9, 10]
+    assert found[0].tolist() == [7, 8, 0, *[IGNORED] * (MOST_SAID - 3)]
+    assert places[1].tolist() == found[1].tolist() == [*range(MOST_SAID)]
+    assert (found[2] == IGNORED).all()
+
+
+def test_a_tower_that_sees_rises_slowly_and_to_a_lower_rate(language: Language, prompts: Prompts) -> None:
+    cold, warm = begun(language, prompts), begun(language, prompts, warm=True)
+    rates = {}
+    for name, training in (("cold", cold), ("warm", warm)):
+        for steps in (0, RISING_STEPS, 5000):
+            training._set_rates("tower", steps, 0.0)
+            rates[name, steps] = [group["lr"] for group in training._optimiser.param_groups]
+    assert rates["warm", 0][0] < 0.3 * rates["cold", 0][0]
+    assert rates["warm", RISING_STEPS][0] < 0.3 * rates["cold", RISING_STEPS][0]
+    assert rates["warm", 5000][0] < rates["cold", 5000][0]
+    assert rates["warm", 5000][2] == rates["cold", 5000][2]  # of the head, which is anew in both
+    warm._set_rates("tower", 5000, 1.0)
+    assert warm._optimiser.param_groups[0]["lr"] < 1e-9
+
+
+def test_time_that_a_run_was_stopped_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(stopwatch.time, "monotonic", lambda: now[0])
+    clock = stopwatch.Clock(3.0)
+    now[0] += 2.0
+    assert clock.tick() == 2.0
+    now[0] += 500.0
+    assert clock.tick() == 5.0
+    now[0] += 50.0
+    assert clock.tick(60.0) == 55.0
+    assert clock.tick() == 55.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_step_as_a_graph_is_the_step(language: Language, prompts: Prompts) -> None:
+    network = Network(small_config(256, 48, 1))
+    options = Options("cuda", 2, 2, 0, 8, False, True)
+    training = Training(copy.deepcopy(language), prompts, network, options, lambda text: None)
+    batches = Drawings(prompts, network.config, 2, 11)
+    first, second = (batches.batch(number).to("cuda") for number in (0, 1))
+    step = training._capture(first, partial(training._step, stage="tower"), "tower")
+    training._set_rates("tower", 5000, 0.0)
+    losses = [float(step(first)[0]) for _ in range(20)]
+    assert losses[-1] < 0.8 * losses[0]
+    assert float(step(second)[0]) > losses[-1]
+
+
+def test_examinations_ask_what_their_pictures_show(training: Training, prompts: Prompts, tmp_path: Path) -> None:
+    counted = training.score(1, rows=1)
+    lines = list(scoring.lines(*counted))
+    scoring.record(tmp_path / "scores.csv", *counted, "small")
+    assert len((tmp_path / "scores.csv").read_text().splitlines()) == 1 + len(lines)
     assert sum(int(line.split(" of ")[1].split()[0]) for line in lines if " all " not in line) == 6
     assert {line.split()[2] for line in lines} <= {*scoring.EXAMS}
     held_out = scoring.HeldOut(prompts, training.network.config, 1, rows=2)

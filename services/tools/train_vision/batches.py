@@ -33,6 +33,7 @@ from services.tools.train_vision.scenes import Asked, Scene
 TAUGHT_GRIDS = {(16, 16): 8, (14, 18): 5, (12, 20): 3, (18, 14): 2, (20, 12): 1, (10, 24): 1, (10, 22): 1}
 IGNORED = -100
 LENGTH = 160  # ids of a picture with its questions: of one length, for which layers are compiled
+MOST_SAID = 32  # ids of its answers
 MOST_ASKED = 3  # questions about a picture, one after the other
 _QUESTION, _ANSWER = "QUESTION", "ANSWER"
 
@@ -100,6 +101,7 @@ class Prompts:
         and what is wanted at each place, IGNORED where nothing is."""
         ids: list[int] = []
         targets: list[int] = []
+        said = 0
         for one in asked:
             if ids:
                 if self._next[0] != self._end:
@@ -108,8 +110,9 @@ class Prompts:
                 answer = [*self._encode(one.answer), self._end]
             else:
                 question, answer = self.ids(one, tokens)
-            if len(ids) + len(question) + len(answer) > LENGTH:
+            if len(ids) + len(question) + len(answer) > LENGTH or said + len(answer) > MOST_SAID:
                 break
+            said += len(answer)
             ids += [*question, *answer]
             targets += [IGNORED] * (len(question) - 1) + answer + [IGNORED]
         return ids, targets

@@ -21,6 +21,7 @@ from services.engine.errors import CheckpointError
 from services.engine.model_config import language_config, read_config
 from services.engine.names import canonical
 from services.engine.tensorfile import write_tensors
+from services.tools.train_vision import scoring
 from services.tools.train_vision.batches import Prompts
 from services.tools.train_vision.language import Language
 from services.tools.train_vision.network import Network, config_entries, small_config
@@ -49,8 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=192, help="of the tower, a multiple of 48 (192)")
     parser.add_argument("--blocks", type=int, default=5, help="of the tower (5)")
     parser.add_argument(
-        "--from", dest="start", type=Path, help="a checkpoint that sees: begin with what fits of its tower"
+        "--graph", action=argparse.BooleanOptionalAction, default=cuda, help="steps as CUDA graphs (on a GPU)"
     )
+    parser.add_argument(
+        "--from",
+        "--tower",
+        dest="start",
+        type=Path,
+        help="begin with the tower of this checkpoint (a folder, or one file of tensors); its projector is left",
+    )
+    parser.add_argument("--alone", type=float, help="share of the minutes for the tower alone (0.5; 0.45 with --tower)")
+    parser.add_argument("--record", type=Path, metavar="CSV", help="append a row for each examination and topic")
     parser.add_argument("--score", type=int, default=8, help="384 held-out pictures each, examined at the end (8)")
     parser.add_argument(
         "--state", type=Path, help="what an interrupted run goes on from (OUT.state); removed when it is done"
@@ -65,17 +75,28 @@ def run(args: argparse.Namespace) -> int:
     state = args.state or args.out.with_name(args.out.name + ".state")
     network = Network(small_config(language["hidden_size"], args.width, args.blocks))
     if args.start:
-        taken = network.take(vision_tensors(args.start))
+        try:
+            taken = network.take(vision_tensors(args.start))
+        except CheckpointError as error:
+            raise CheckpointError(f"{args.start}: {error}") from error
         _say(f"{args.start}: {len(taken)} tensors of its tower taken over, of {len(network.checkpoint_tensors())}")
     reads = Language(args.checkpoint, torch.bfloat16 if args.device.startswith("cuda") else torch.float32)
     prompts = Prompts(args.checkpoint)
-    options = Options(args.device, args.batch, args.words, args.workers, args.pool, args.compile)
+    warm = args.start is not None
+    alone = args.alone if args.alone is not None else 0.45 if warm else 0.5
+    options = Options(
+        args.device, args.batch, args.words, args.workers, args.pool, args.compile, args.graph, warm, alone
+    )
     training = Training(reads, prompts, network, options, _say)
     _say(f"ready after {time.monotonic() - began:.0f} s")
     training.run(args.minutes, state)
     ended = time.monotonic()
-    for line in training.score(args.score):
+    right, asked = training.score(args.score)
+    for line in scoring.lines(right, asked):
         _say(line)
+    if args.record:
+        steps = training.progress.steps
+        scoring.record(args.record, right, asked, f"{args.out.name}, {args.minutes:g} minutes, {steps} steps")
     _say(f"examined in {time.monotonic() - ended:.0f} s")
     write(args.checkpoint, args.out, network)
     state.unlink()
@@ -85,10 +106,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def vision_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """By the checkpoint's names."""
+    """By the checkpoint's names; of a folder, or of one file."""
     return {
         name: tensor
-        for path in sorted(checkpoint.glob("*.safetensors"))
+        for path in (sorted(checkpoint.glob("*.safetensors")) if checkpoint.is_dir() else [checkpoint])
         for name, tensor in load_file(path).items()
         if canonical(name)[0] == "vision"
     }

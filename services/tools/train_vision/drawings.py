@@ -82,8 +82,13 @@ def size_for(choice: random.Random, grid: tuple[int, int], patch: int, limits: t
     """A size (width, height) that the engine makes this grid of: a third to twice what the tower will see of it."""
     rows, columns = grid
     for _ in range(20):
-        others = (choice.uniform(0.85, 1.15), choice.uniform(0.32, 1.0), choice.uniform(1.0, 2.0))
-        scale = choice.choice(others) if choice.random() < 0.4 else 1.0
+        others = (
+            choice.uniform(0.85, 1.15),
+            choice.uniform(0.32, 1.0),
+            choice.uniform(0.32, 0.6),
+            choice.uniform(1.0, 2.0),
+        )
+        scale = choice.choice(others) if choice.random() < 0.5 else 1.0
         stretch = math.exp(choice.uniform(-0.08, 0.08)) if scale != 1.0 else 1.0
         size = (round(columns * patch * scale * stretch), round(rows * patch * scale / stretch))
         if patch_grid(*size, patch, *limits) == grid:

@@ -43,14 +43,14 @@ class Language(nn.Module):
         rows: Tensor = self._network.embeddings(ids)
         return rows.float()
 
-    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
-        """Logits float32 [places, vocabulary] of where `wanted` (bool [rows, tokens]) is set; x as `words` gives it."""
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        """Logits float32 [rows, places, vocabulary] at `places` (int64 [rows, places]); x as `words` gives it."""
         run = network.start(torch.zeros(x.shape[:2], dtype=torch.long, device=x.device), None, False)
         run.fused = self.fused if torch.is_grad_enabled() else None
         for layer in self._network.layers:
             x = layer(x, run)
-        hidden: Tensor = self._network.norm_f(x)[wanted]
-        return self._network.logits(hidden)
+        x = x.gather(1, places[..., None].expand(-1, -1, x.shape[2]))
+        return self._network.logits(self._network.norm_f(x))
 
     def compile_layers(self, x: Tensor, say: Callable[[str], None]) -> None:
         """Layers as compiled functions for inputs as large as x, if that works and gives the same gradients here."""
@@ -73,10 +73,9 @@ class Language(nn.Module):
 
     def _gradients(self, x: Tensor) -> Tensor:
         leaf = x.detach().requires_grad_()
-        everywhere = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
-        everywhere[:, -1] = True
+        last = torch.full((len(x), 1), x.shape[1] - 1, device=x.device)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
-            loss = self(leaf, everywhere).logsumexp(-1).sum()
+            loss = self(leaf, last).logsumexp(-1).sum()
         return torch.autograd.grad(loss, leaf)[0].double().flatten()
 
 

@@ -26,13 +26,14 @@ class Lesson:
 
 
 LESSONS = (
-    Lesson("one", "things", 5, 0.0, 1),
-    Lesson("some", "things", 10, 0.0, scenes.MOST),
-    Lesson("digits", "number", 8, 0.0, 2),
-    Lesson("things", "things", 25, 0.06),
-    Lesson("number", "number", 22, 0.12),
-    Lesson("word", "word", 12, 0.22),
-    Lesson("invoice", "invoice", 18, 0.3),
+    Lesson("one", "things", 4, 0.0, 1),
+    Lesson("some", "things", 9, 0.0, scenes.MOST),
+    Lesson("digits", "number", 6, 0.0, 2),
+    Lesson("figures", "number", 14, 0.04, scenes.DIGITS),
+    Lesson("things", "things", 27, 0.06),
+    Lesson("number", "number", 28, 0.12),
+    Lesson("word", "word", 7, 0.25),
+    Lesson("invoice", "invoice", 5, 0.4),
 )
 _NOTHING = 0.1  # of things
 
@@ -42,12 +43,12 @@ def scene(choice: random.Random, lesson: Lesson) -> Scene:
     return scenes.scene(choice, kind, most=lesson.most)
 
 
-def weights(known: Sequence[float], part: float) -> list[float]:
+def weights(known: Sequence[float], part: float, sooner: float = 1.0) -> list[float]:
     """How likely a picture is of each lesson: `known` is the share that is told right of each, `part` how much of the
-    stage's time is over."""
+    stage's time is over. Lessons begin so much `sooner` for a tower that knows some of them already."""
     found, before = [], True
     for lesson, right in zip(LESSONS, known, strict=True):
-        begun = before or part >= lesson.begins
+        begun = before or part * sooner >= lesson.begins
         found.append(lesson.share * (1.2 - right) if begun else 0.0)
         before = before and right >= KNOWN
     return found

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, linear, pad, relu, scaled_dot_product_attention
 
+from services.engine.errors import CheckpointError
 from services.engine.vision import projector, tower
 from services.engine.vision.config import CLIP_MEAN, CLIP_STD, VisionConfig
 
@@ -71,14 +72,16 @@ class Network(nn.Module):
 
     windows: Tensor
     real: Tensor
+    mean: Tensor  # of each value of a patch, on the device: what is copied there in a step keeps it from being a graph
+    std: Tensor
 
     def __init__(self, config: VisionConfig, seed: int = 0) -> None:
         super().__init__()
         self.config = config
         self._names: dict[str, str] = {}
         self._places: dict[tuple[int, int], Tensor] = {}
-        self.register_buffer("windows", torch.empty(0), persistent=False)
-        self.register_buffer("real", torch.empty(0), persistent=False)
+        for name in ("windows", "real", "mean", "std"):
+            self.register_buffer(name, torch.empty(0), persistent=False)
         random = torch.Generator().manual_seed(seed)
         width, inner = config.width, config.inner
         shapes: dict[str, tuple[int, ...]] = {
@@ -144,11 +147,7 @@ class Network(nn.Module):
         What is behind a grid's own tokens means nothing. Wants `prepare` to have been called.
         """
         config, count = self.config, len(patches)
-        mean, std = (
-            torch.tensor(three, device=patches.device).repeat_interleave(config.patch**2)
-            for three in (config.mean, config.std)
-        )
-        x = linear((patches / 255 - mean) / std, self["embedder"])
+        x = linear((patches / 255 - self.mean) / self.std, self["embedder"])
         with torch.autocast(patches.device.type, enabled=False):
             positions = torch.matmul(self.windows, self["position"][0])[grids]
         x = torch.cat([self["class_tokens"].expand(count, -1, -1), x.float() + positions], dim=1)
@@ -170,17 +169,27 @@ class Network(nn.Module):
             window = tower.position_window(each, grid).view(*grid, side**2)
             self.windows[number, : grid[0] * grid[1]] = in_order(window)
             self.real[number, : grid[0] * grid[1]] = True
+        self.mean, self.std = (
+            torch.tensor(three).repeat_interleave(self.config.patch**2) for three in (self.config.mean, self.config.std)
+        )
         self.to(self["embedder"].device)
 
     def take(self, found: dict[str, Tensor]) -> list[str]:
-        """Parameters that a checkpoint has under their names and in their shapes are taken over; which."""
-        taken = []
+        """The tower that a checkpoint has is taken over, by its names for it; which parameters. Not the projector: it
+        speaks to the language model that it was taught before. Raises CheckpointError if it is another tower."""
+        names = {ours: theirs for ours, theirs in self._checkpoint_names().items() if not ours.startswith("projector")}
+        for ours, theirs in names.items():
+            if theirs not in found:
+                raise CheckpointError(f"no tensor {theirs} among {len(found)}: no tower of this kind")
+            if found[theirs].shape != self[ours].shape:
+                shapes = f"{theirs} is {list(found[theirs].shape)}, not {list(self[ours].shape)}"
+                raise CheckpointError(f"a tower of another size: {shapes}; see --width and --blocks")
+        if more := {name for name in found if name.startswith(BODY)} - {*names.values()}:
+            raise CheckpointError(f"a larger tower: {len(more)} more tensors, such as {min(more)}; see --blocks")
         with torch.no_grad():
-            for ours, theirs in self._checkpoint_names().items():
-                if theirs in found and found[theirs].shape == self[ours].shape:
-                    self[ours].copy_(found[theirs])
-                    taken.append(ours)
-        return taken
+            for ours, theirs in names.items():
+                self[ours].copy_(found[theirs])
+        return [*names]
 
     def embeddings(self, features: Tensor) -> Tensor:
         """[pictures, tokens, 4 width] -> rows for the language model, [pictures, tokens, hidden]."""

@@ -71,6 +71,7 @@ class Feed:
     def __init__(self, batches: Iterable[Batch], pin: bool) -> None:
         self._ready: queue.Queue[Batch | Exception] = queue.Queue(_WAITING)
         self._stopped, self._pin = threading.Event(), pin
+        self.pinning = threading.Lock()  # held by who does not want memory to be pinned meanwhile
         # Begun here: processes that draw are not to be forked by a thread beside others.
         self._thread = threading.Thread(target=self._fetch, args=(iter(batches),), daemon=True)
         self._thread.start()
@@ -92,7 +93,8 @@ class Feed:
     def _fetch(self, batches: Iterator[Batch]) -> None:
         try:
             for batch in batches:
-                ready = Batch(*(part.pin_memory() for part in batch.tensors())) if self._pin else batch
+                with self.pinning:
+                    ready = Batch(*(part.pin_memory() for part in batch.tensors())) if self._pin else batch
                 while not self._stopped.is_set():
                     try:
                         self._ready.put(ready, timeout=0.5)

@@ -85,7 +85,7 @@ class Asked:
 
 def scene(choice: random.Random, kind: Kind, held_out: bool = False, most: int = 0) -> Scene:
     """`held_out`: words are those of the lists that are in no other scene. `most`: a simple scene, of one kind of
-    things, at most so many, or a number of at most so many digits."""
+    things, at most so many, or a number of so many digits or up to two fewer."""
     background = choice.choice(("white", "white", "grey", *COLOURS)) if kind != "invoice" else "white"
     if kind == "things":
         if most:
@@ -94,7 +94,7 @@ def scene(choice: random.Random, kind: Kind, held_out: bool = False, most: int =
         return Scene(kind, background, _groups(choice, background))
     ink = choice.choice(unlike((background,)))
     if kind == "number":
-        length = choice.randint(1, most) if most else choice.choice((1, 2, 3, 4, 4, 4, 5))
+        length = choice.randint(max(1, most - 2), most) if most else choice.choice((1, 2, 3, 4, 4, 4, 5))
         return Scene(kind, background, text=f"{choice.randrange(10**length):0{length}d}", ink=ink)
     if kind == "word":
         return Scene(kind, background, text=_word(choice, held_out), ink=ink)

@@ -12,11 +12,13 @@ painted    by other code: `painted.py`
 import random
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
 from services.engine.vision.config import VisionConfig
+from services.tools import figures
 from services.tools.train_vision import plain, scenes
 from services.tools.train_vision.batches import Batch, Prompts, Shown, batch, grid_of
 from services.tools.train_vision.drawings import HELD_OUT, drawing
@@ -27,6 +29,7 @@ ROWS = 64
 _EACH = {"plain": 1, "drawn": 4, "painted": 1}  # batches of these, as often
 EXAMS = ("narrow", "wide", "text", "otherwise", "painted")
 Topics = list[tuple[str, str]]  # exam and topic of each row
+Counted = Counter[tuple[str, str]]
 
 
 class HeldOut(Dataset[tuple[Batch, Topics]]):
@@ -77,16 +80,25 @@ def _as_it_is(one: Any) -> Any:
     return one  # tuples would become lists
 
 
-def lines(right: Counter[tuple[str, str]], asked: Counter[tuple[str, str]]) -> Iterator[str]:
-    """By examination and topic, as they are printed."""
+def rows(right: Counted, asked: Counted) -> Iterator[tuple[str, str, int, int]]:
+    """Examination, topic or "all", how many are right, and of how many."""
     for exam in EXAMS:
         topics = [topic for topic in TOPICS if asked[exam, topic]]
         for topic in topics:
-            yield _line(exam, topic, right[exam, topic], asked[exam, topic])
+            yield exam, topic, right[exam, topic], asked[exam, topic]
         if topics:
-            both = (sum(counted[exam, topic] for topic in topics) for counted in (right, asked))
-            yield _line(exam, "all", *both)
+            whole, of = (sum(counted[exam, topic] for topic in topics) for counted in (right, asked))
+            yield exam, "all", whole, of
 
 
-def _line(exam: str, topic: str, right: int, asked: int) -> str:
-    return f"held out, {exam:<9} {topic:<11}{right:>5} of {asked:<5}{100 * right / max(1, asked):6.1f} %"
+def lines(right: Counted, asked: Counted) -> Iterator[str]:
+    """As they are printed."""
+    for exam, topic, so, of in rows(right, asked):
+        yield f"held out, {exam:<9} {topic:<11}{so:>5} of {of:<5}{100 * so / max(1, of):6.1f} %"
+
+
+def record(path: Path, right: Counted, asked: Counted, how: str) -> None:
+    """Appends a demo.vision.taught row for each."""
+    for exam, topic, so, of in rows(right, asked):
+        note = f"{exam}, {topic}: {so} of {of} held out, every token the likeliest, {how}"
+        figures.append(path, "demo.vision.taught", 100 * so / max(1, of), "%", note)

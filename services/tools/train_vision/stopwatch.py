@@ -10,6 +10,20 @@ from services.tools.train_vision.language import Language
 from services.tools.train_vision.network import MOST_PATCHES
 
 
+class Clock:
+    """Seconds that a run has had: what is long between two looks, for the process was stopped or waited, is cut."""
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s, self._last, self.passed_s = longest_s, time.monotonic(), 0.0
+
+    def tick(self, longest_s: float | None = None) -> float:
+        """Adds what has passed since the last look, at most the longest; all so far."""
+        now = time.monotonic()
+        self.passed_s += min(now - self._last, longest_s or self._longest_s)
+        self._last = now
+        return self.passed_s
+
+
 class Stopwatch:
     """Milliseconds of the parts of those steps that are watched; only then does it wait for the GPU."""
 
