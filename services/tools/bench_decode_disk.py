@@ -73,7 +73,7 @@ from services.tools.predict import GB, Method, layer_of
 from services.tools.synthetic_blocks import SyntheticBlocks
 from services.tools.traces.generators import generate
 from services.tools.traces.kept import without_hottest
-from services.tools.traces.steady import steady
+from services.tools.traces.steady import first_tokens, steady
 
 HEADING = (
     f"{'method':<20}{'in RAM':>7}{'GB/s':>6}{'idle':>7}{'all hits':>9}{'a read':>8}{'late us':>8}{'planned':>9}"
@@ -82,6 +82,7 @@ HEADING = (
 )
 FIRST_CASE_S = 120.0  # assumed; a later one takes no longer than the longest before it
 HIT_TOKENS, IDLE_TOKENS = 15, 9
+REPLY_TOKENS = 16  # after a restart
 HOME_CARD, HOME_GB_S = "rtx5060", 60.0
 
 
@@ -129,6 +130,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", default="calibrated", help="generator of the routing (default calibrated)")
     parser.add_argument("--quick", action="store_true", help="two cases, ours without prefetch and the published one")
     parser.add_argument("--home", action="store_true", help="instead of all cases ours at a home PC's pace")
+    parser.add_argument(
+        "--restart",
+        type=float,
+        metavar="S",
+        help="after the first case of ours, read its experts for so long, and go on",
+    )
     parser.add_argument("--piece", type=int, default=PIECE_BYTES, metavar="BYTES", help="of a block, read at once")
     parser.add_argument("--vram", type=float, default=0.0, metavar="GB", help="for experts in the card's memory, too")
     parser.add_argument("--warm", type=int, default=100, help="tokens that fill the cache first (default 100)")
@@ -162,7 +169,8 @@ def run(args: argparse.Namespace) -> int:
     home_ms = carried_ms(args.store, store.config)
     pool = DevicePool(store.config, device, places=1, pages=pages_for(CONTEXT_TOKENS))
     state = mid_dialog(weights, pool, CONTEXT_TOKENS)
-    routing = generate(args.trace, args.warm + args.tokens)
+    routing = generate(args.trace, args.warm + args.tokens + REPLY_TOKENS)
+    restart_s = args.restart
     print(f"synthetic, {args.trace} routing, {args.threads} threads\n{HEADING}", flush=True)
     longest_s = 0.0
     for share, disk, way in cases(args):
@@ -175,8 +183,18 @@ def run(args: argparse.Namespace) -> int:
         with host(store, memory, share, disk, way, args) as slots:
             inputs = SyntheticBlocks(store.layout, 1, 1).inputs(1, seed=1)
             reads = measure.reads(slots.host, inputs, store.config.experts_per_token)
-            found = measured(Tokens(store, weights, state, slots, way, routing), slots, args, disk, reads, home_ms)
+            tokens = Tokens(store, weights, state, slots, way, routing)
+            found = measured(tokens, slots, args, disk, reads, home_ms)
+            known = slots.host.resident()
         tell(args, way, share, disk, found)
+        if restart_s is not None and way in (OURS, HOME):
+            with host(store, memory, share, disk, way, args) as slots:
+                slots.host.warm(known)
+                until = time.monotonic() + restart_s
+                again = Tokens(store, weights, state, slots, way, routing)
+                again.slow(tokens.slowed_ns)
+                tell_restart(args, way, share, disk, found, first_reply(again, until, args.warm + args.tokens))
+            restart_s = None
         cells.finish(*cell, value=found.error)
         longest_s = max(longest_s, time.monotonic() - begun)
     tell_errors(args, cells)
@@ -285,7 +303,9 @@ def measured(
     after = host.counters()
     host.check()
     tokens.decoder.close()
-    named = routing if slots.vram is None else without_hottest(routing, len(slots.vram.held()), args.warm)
+    named = first_tokens(routing, args.warm + args.tokens)
+    if slots.vram is not None:
+        named = without_hottest(named, len(slots.vram.held()), args.warm)
     prefetch = way.prefetch if way.placement.guesses else "off"
     return Found(
         idle_ms,
@@ -297,6 +317,14 @@ def measured(
         waited_ms=(after["disk_wait_ns"] - before["disk_wait_ns"]) / 1e6 / args.tokens,
         late=tokens.decoder.late - late,
     )
+
+
+def first_reply(tokens: Tokens, until_s: float, first: int) -> float:
+    """A token's milliseconds on average, once that time has come."""
+    time.sleep(max(0.0, until_s - time.monotonic()))
+    times = [tokens.step(token) for token in range(first, first + REPLY_TOKENS)]
+    tokens.decoder.close()
+    return statistics.mean(times)
 
 
 def without_misses(tokens: Tokens, carried_ms: float) -> tuple[float, float]:
@@ -345,3 +373,19 @@ def tell(args: argparse.Namespace, way: Way, share: float, disk: float, found: F
     if way is not THEIRS:
         figures.append(args.out, f"decode.{whose}hidden_{ram}", found.hidden, "", note)
         figures.append(args.out, f"decode.{whose}hidden_of_missing_{ram}", found.hidden_of_missing, "", note)
+
+
+def tell_restart(args: argparse.Namespace, way: Way, share: float, disk: float, found: Found, reply_ms: float) -> None:
+    ratio = reply_ms / found.token_ms
+    print(
+        f"{args.restart:g} s after a restart, {way.name}, {share:g} in RAM, {disk:g} GB/s: {REPLY_TOKENS} tokens take "
+        f"{ratio:.2f} times as long as before",
+        flush=True,
+    )
+    if args.out:
+        note = (
+            f"{args.restart:g} s after what was in RAM began to be read again, the dialog goes on for {REPLY_TOKENS} "
+            f"tokens, {way.name}, {share:.2f} of the experts in RAM, emulated drive of {disk:g} GB/s, synthetic, whole "
+            f"tokens on the GPU, full shape, {args.trace} routing, {found.token_ms:.1f} ms before"
+        )
+        figures.append(args.out, "restart.first_reply_over_steady", ratio, "ratio", note)

@@ -70,7 +70,7 @@ class Tokens:
         guessed = way.placement.guesses
         device = state.conv.device
         shape = (layers, 2, 1, config.experts_per_token) if guessed else (layers, 1, config.experts_per_token)
-        self.pause = Pause(device) if way.home else None
+        self.pause, self.slowed_ns = Pause(device) if way.home else None, 0.0
         self.replay = Replay(
             torch.zeros(shape, dtype=torch.int32, device=device),
             torch.zeros(layers, 1, config.latent_size, device=device),
@@ -83,8 +83,9 @@ class Tokens:
 
     def slow(self, layer_ns: float) -> None:
         """So much longer from now on before each layer's hand-off."""
-        assert self.pause is not None
-        self.pause.nanoseconds.fill_(max(0, round(layer_ns)))
+        self.slowed_ns = max(0.0, layer_ns)
+        if self.pause is not None:
+            self.pause.nanoseconds.fill_(round(self.slowed_ns))
 
     def step(self, token: int, routing: Routing | None = None, nothing: bool = False) -> float:
         """-> milliseconds by the wall clock. `nothing`: no input is finite, so that no expert has anything to compute;

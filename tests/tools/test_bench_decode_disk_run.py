@@ -131,12 +131,14 @@ def test_a_home_pcs_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     store, out = tmp_path / "store", tmp_path / "box.csv"
     synth.synthesise(store, "small")
     monkeypatch.setattr(bench_decode_disk, "carried_ms", lambda *_: 60.0)
-    assert run(store, "--home", "--share", "0.6", "--disk", "0.2", "--out", str(out)) == 0
+    assert run(store, "--home", "--share", "0.6", "--disk", "0.2", "--restart", "0.2", "--out", str(out)) == 0
     rows = list(csv.DictReader(out.read_text().splitlines()))
     assert [row["name"] for row in rows] == [
         *(f"decode.home_{kind}_ram60" for kind in ("tok_s", "plan_error", "hidden", "hidden_of_missing")),
+        "restart.first_reply_over_steady",
         "plan.error_max",
     ]
+    assert float(rows[4]["value"]) > 0
     assert "slowed to an RTX 5060 and not experts" in rows[0]["note"]
     [line] = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("ours, home pace")]
     idle_ms, hits_ms = map(float, line[5:7])
