@@ -29,6 +29,7 @@ from services.engine.experts.trace import Header, Recorder
 from services.engine.experts.warm import NAME, OFF, WarmSet
 from services.engine.fingerprint import arithmetic_fingerprint
 from services.engine.gpu import ranges
+from services.engine.gpu.locking import measured_share
 from services.engine.gpu.memory import DeviceState, page_locked
 from services.engine.gpu.model import DeviceModel, arithmetic_path
 from services.engine.gpu.nvml import Card, CardFigures
@@ -82,7 +83,8 @@ def load(
     begin = time.perf_counter()
     store = Store.open(config.store)
     on_gpu = _on_gpu(config, say)
-    plan = make_plan(config, store, Machine.here(), card_free_bytes=torch.cuda.mem_get_info()[0] if on_gpu else None)
+    card = (torch.cuda.mem_get_info()[0], measured_share()) if on_gpu else ()
+    plan = make_plan(config, store, Machine.here(), *card)
     say(f"plan: {plan}")
     store.check_dense()
     path = arithmetic_path(config.kv_format, plan.device.chunk_tokens > 0) if plan.device else "cpu"

@@ -85,11 +85,20 @@ class Plan:
         return "\n".join([*lines, f"speculation: {self.speculation}"])
 
 
-def make_plan(config: EngineConfig, store: Store, machine: Machine, card_free_bytes: int | None = None) -> Plan:
-    """`card_free_bytes`: of the GPU that computes, if one does. Raises MemoryPlanError, which says what to change, if
-    the settings do not fit the model or the machine."""
+def make_plan(
+    config: EngineConfig,
+    store: Store,
+    machine: Machine,
+    card_free_bytes: int | None = None,
+    locked_share: float = ledger.LOCKED_SHARE,
+) -> Plan:
+    """`card_free_bytes`: of the GPU that computes, if one does; `locked_share`: what it takes of its own memory for RAM
+    that is page-locked for it. Raises MemoryPlanError, which says what to change, if the settings do not fit the model
+    or the machine."""
     model = store.config
-    device = None if card_free_bytes is None else plan_device(config, store, card_free_bytes)
+    device = None
+    if card_free_bytes is not None:
+        device = plan_device(config, store, card_free_bytes, _most_locked_bytes(config, store, machine), locked_share)
     sequences = device.sequences if device else config.max_sequences or SEQUENCES
     drafts, speculation = _drafts(config, store, device)
     heads = "mtp" in drafts
@@ -223,6 +232,14 @@ def _slots(config: EngineConfig, store: Store, blocks: int, room_bytes: int, pin
             f"set it to at least {least if config.expert_slots else f'{least * block_bytes / GB:.6f}'}"
         )
     return min(slots, blocks)
+
+
+def _most_locked_bytes(config: EngineConfig, store: Store, machine: Machine) -> int:
+    """Of RAM that is page-locked for a card: all slots that there may be, and hot states."""
+    hot_bytes = int(config.hot_states_gb * GB)
+    room_bytes = machine.available_bytes - hot_bytes
+    slots = _slots(config, store, sum(map(len, store.layers)), room_bytes, machine.pinned_bytes)
+    return slots * store.layout.block_bytes + hot_bytes
 
 
 def _cgroup_number(name: str) -> int | None:

@@ -2,8 +2,9 @@
 
 For a synthetic store (`thimble synth`): its own random routers route. With --free-mib another process holds the card's
 other memory. What is not in RAM comes from an emulated drive: memory that its readers copy at a drive's rate, on cores
-that a prompt's experts do not need. Beside each time stands its floor: the largest of what the drive, the link and the
-tensor cores need by the rates of the same run.
+that a prompt's experts do not need. How much of a prompt is read at once goes by what is free on the card, as in the
+engine. Beside each time stands its floor: the largest of what the drive, the link and the tensor cores need by the
+rates of the same run.
 
 A run can be ended and started again: cells that --done names are left out. With --minutes a cell that will not be done
 by then is left out as well, and a line says so.
@@ -15,7 +16,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -32,10 +33,11 @@ from kernels.workers.pool import Workers, default_threads
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import catalog
 from services.engine.gpu.decoder import Placement
-from services.engine.gpu.ledger import MIB, Kv
+from services.engine.gpu.ledger import CONTEXT_BYTES, MIB, Kv, Wanted, ledger, require, stored_layout
 from services.engine.gpu.memory import DevicePool
 from services.engine.gpu.model import DeviceModel
 from services.engine.gpu.open import AWAKE_US, usable_device
+from services.engine.gpu.plan import CHUNKS
 from services.engine.gpu.weights import DeviceWeights
 from services.engine.model import DECODED_TOKENS, Segment
 from services.engine.model_config import ModelConfig
@@ -95,7 +97,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--share", type=lambda text: [float(word) for word in text.split(",")], default=[1.0, 0.33, 0.24]
     )
     parser.add_argument("--disk", type=float, default=7.0, metavar="GB/S", help="of the emulated drive (default 7)")
-    parser.add_argument("--chunk", type=int, default=2048, help="tokens read at once (default 2048)")
+    parser.add_argument(
+        "--chunk", type=int, default=0, help="tokens read at once (default: as many as there is room for)"
+    )
     parser.add_argument(
         "--rows",
         type=lambda text: tuple(int(word) for word in text.split(",")),
@@ -164,8 +168,9 @@ def in_time(cells: Cells, tokens: int, share: float, needed_s: float) -> bool:
 def least_s(store: Store, tokens: int, share: float, args: argparse.Namespace) -> float:
     """What a cell takes at least, the tokens that are decoded for comparison included."""
     config, layers = store.config, len(store.blocks)
-    chunks = [min(args.chunk, tokens - begin) for begin in range(0, tokens, args.chunk)]
-    swept = layers * sum(min(config.experts, chunk * config.experts_per_token) for chunk in chunks)
+    chunk = args.chunk or CHUNKS[0]
+    chunks = [min(chunk, tokens - begin) for begin in range(0, tokens, chunk)]
+    swept = layers * sum(min(config.experts, count * config.experts_per_token) for count in chunks)
     decoded = layers * DECODED * config.experts_per_token
     block_gb = store.layout.block_bytes / 1e9
     read_s = (1 - share) * (swept + decoded) * block_gb / args.disk
@@ -221,6 +226,8 @@ def opened(
         weights.embeddings.read_through()
         context = tokens + DECODED + 1
         kv: Kv = "fp8" if args.kv == "fp8" else "bf16"
+        wanted = Wanted(places, context, kv, joined=rows[-1] > places)
+        chunk = args.chunk or room_for(store, wanted, torch.cuda.mem_get_info()[0] + weights.size_bytes)
         pool = DevicePool(store.config, device, places=places, pages=places * pages_for(context), kv=kv)
         model = DeviceModel(
             weights,
@@ -228,18 +235,31 @@ def opened(
             shared,
             rows=rows,
             context_tokens=context,
-            chunk_tokens=args.chunk,
+            chunk_tokens=chunk,
             placement=Placement(),
         )
         stack.callback(model.close)
         print(
-            f"{resident} of {experts} experts a layer in RAM, ready after {time.perf_counter() - begun:.0f} s",
+            f"{resident} of {experts} experts a layer in RAM, chunks of {chunk}, ready after "
+            f"{time.perf_counter() - begun:.0f} s",
             flush=True,
         )
         bench = PrefillBench(store, host, model, link_gb_s, args)
         bench.measure(min(tokens, WARMING), share, 1.0)
         yield bench
         del model, pool, weights
+
+
+def room_for(store: Store, wanted: Wanted, free_bytes: int) -> int:
+    """The most tokens of a prompt at once, with `free_bytes` for all that the ledger counts but a CUDA context and page
+    tables, which are there. Raises MemoryPlanError."""
+    layout, budget_bytes = stored_layout(store.folder), free_bytes + CONTEXT_BYTES
+    tried = [replace(wanted, chunk_tokens=chunk) for chunk in CHUNKS if chunk]
+    for each in tried:
+        if ledger(store.config, layout, each).total_bytes <= budget_bytes:
+            return each.chunk_tokens
+    require(store.config, layout, tried[-1], budget_bytes)
+    raise AssertionError("what does not fit is refused")
 
 
 class PrefillBench:
@@ -249,6 +269,8 @@ class PrefillBench:
         self, store: Store, host: Host, model: DeviceModel, link_gb_s: float, args: argparse.Namespace
     ) -> None:
         self.store, self.host, self.model, self.link_gb_s, self.args = store, host, model, link_gb_s, args
+        assert model.sweep
+        self.chunk = model.sweep.tokens
         self.random = np.random.default_rng(1)
 
     def measure(self, tokens: int, share: float, flops: float) -> Cell:
@@ -288,7 +310,7 @@ class PrefillBench:
         drive, link, cores = cell.floors
         return (
             f"synthetic, {cell.tokens} tokens, {cell.share:.2f} of {self.store.config.experts} experts a layer in RAM, "
-            f"chunks of {self.args.chunk}, KV {self.args.kv}, "
+            f"chunks of {self.chunk}, KV {self.args.kv}, "
             f"{f'ballast to {self.args.free_mib} MiB' if self.args.free_mib else 'no ballast'}, emulated drive of "
             f"{self.args.disk:g} GB/s, {cell.read} blocks read; floors: drive {drive:.2f} s, link {link:.2f} s at "
             f"{self.link_gb_s:.1f} GB/s, tensor cores {cores:.2f} s; torch {torch.__version__}, "

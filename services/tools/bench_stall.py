@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--answered", type=int, default=24, help="tokens of the answer that runs alone (default 24)")
     parser.add_argument("--share", type=float, default=1.0, help="of the experts in RAM (default 1)")
     parser.add_argument("--disk", type=float, default=7.0, metavar="GB/S", help="of the emulated drive (default 7)")
-    parser.add_argument("--chunk", type=int, default=1024, help="tokens read at once (default 1024)")
+    parser.add_argument(
+        "--chunk", type=int, default=0, help="tokens read at once (default: as many as there is room for)"
+    )
     parser.add_argument("--free-mib", type=int, default=8151, help="of the card, by ballast (default 8151; 0: all)")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="format of keys and values")
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
@@ -51,8 +53,9 @@ def run(args: argparse.Namespace) -> int:
         alone = answer(bench.model, args.answered, store.config.vocab_size)
         prompt_s, _ = beside(bench.model, args, store.config.vocab_size, answers=False)
         shared_s, gaps = beside(bench.model, args, store.config.vocab_size, answers=True)
+        chunk = bench.chunk
     note = (
-        f"synthetic, a prompt of {args.tokens} tokens in chunks of {args.chunk} beside one answer, {args.share:.2f} of "
+        f"synthetic, a prompt of {args.tokens} tokens in chunks of {chunk} beside one answer, {args.share:.2f} of "
         f"{store.config.experts} experts a layer in RAM, slices of {SLICE_S:g} s, KV {args.kv}, "
         f"{f'ballast to {args.free_mib} MiB' if args.free_mib else 'no ballast'}; {len(gaps)} tokens meanwhile; "
         f"torch {torch.__version__}, triton {triton.__version__}"
@@ -91,10 +94,12 @@ def beside(model: DeviceModel, args: argparse.Namespace, vocabulary: int, answer
     prompt, other = model.new_state(args.tokens), model.new_state(args.tokens)
     model.forward([Segment(other, random.integers(0, vocabulary, 1).tolist())])
     ids = random.integers(0, vocabulary, args.tokens).tolist()
+    assert model.sweep
+    chunk = model.sweep.tokens
     gaps: list[float] = []
     begun = last = slice_begun = time.perf_counter()
-    for first in range(0, args.tokens, args.chunk):
-        for _ in model.reading([Segment(prompt, ids[first : first + args.chunk], sweep=True)]):
+    for first in range(0, args.tokens, chunk):
+        for _ in model.reading([Segment(prompt, ids[first : first + chunk], sweep=True)]):
             if not answers or time.perf_counter() - slice_begun < SLICE_S:
                 continue
             model.forward([Segment(other, random.integers(0, vocabulary, 1).tolist())])

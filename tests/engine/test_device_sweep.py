@@ -10,6 +10,7 @@ from torch import Tensor
 
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import open_experts
+from services.engine.gpu.ledger import RING_GROUPS
 from services.engine.gpu.open import Device
 from services.engine.model import Model, Segment
 from services.engine.state import State
@@ -82,11 +83,27 @@ def test_prompts_that_share_a_sweep_are_as_if_alone(device: Device) -> None:
     assert torch.equal(logits[1], alone(device, PROMPT)[0])
 
 
-@pytest.mark.parametrize("change", [{"slots": 60}, {"slots": 8, "readers": 2}, {"chunk_tokens": 512}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [{"slots": 60}, {"slots": 8, "readers": 2}, {"chunk_tokens": 512}, {"chunk_tokens": 17}, {"chunk_tokens": 2048}],
+    ids=str,
+)
 def test_placement_and_chunks_do_not_change_a_bit(device: Device, demo_store: Store, change: dict[str, int]) -> None:
     expected = alone(device, PROMPT)
     with opened(demo_store, pages=40, **change) as other:
         assert torch.equal(alone(other, PROMPT), expected)
+
+
+def test_the_smallest_ring_and_chunk_read_as_any_other(device: Device, demo_store: Store) -> None:
+    """What a card with little room gets: a ring of three blocks, parts of a few rows; most blocks from the disk."""
+    expected = alone(device, PROMPT)
+    with opened(demo_store, pages=40, slots=60, chunk_tokens=9, rows=(1,), sequences=1) as least:
+        assert least.model.sweep
+        experts = least.model.sweep.experts
+        assert len(experts.places) == RING_GROUPS
+        assert torch.equal(alone(least, PROMPT), expected)
+        moved = experts.copied_bytes / (experts.named_blocks * experts.layout.block_bytes)
+        assert moved < 1.05, "each block once a chunk"
 
 
 def test_answers_go_on_between_the_layers_of_a_sweep(device: Device) -> None:

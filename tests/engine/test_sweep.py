@@ -13,7 +13,13 @@ from kernels.workers.pool import Workers
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import catalog, open_experts
 from services.engine.gpu.expert_sweep import ExpertSweep
-from services.engine.gpu.ledger import sweep_room_bytes
+from services.engine.gpu.ledger import (
+    RING_GROUPS,
+    SWEEP_KERNEL_BYTES,
+    sweep_bytes,
+    sweep_room_bytes,
+    sweep_scratch_bytes,
+)
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.model import chunks
 from services.engine.gpu.room import Room
@@ -81,10 +87,10 @@ def reader(store: Store, slots: int = 8, tokens: int = 32) -> Reader:
     weights = DeviceWeights.load(store.dense(), store.config, CPU)
     pool = DevicePool(store.config, CPU, places=4, pages=16)
     room = Room(torch.full((sweep_room_bytes(store.config, tokens),), 0xFF, dtype=torch.uint8))
-    experts = ExpertSweep(host, store.config.experts_per_token, tokens, room)
+    experts = ExpertSweep(host, store.config.experts_per_token, tokens, room, sweep_scratch_bytes(store.config, tokens))
     sweep = Sweep(weights, pool, experts, tokens, context_tokens=256)
     # What no kernel writes must not be read: nothing of it is finite.
-    for buffer in (sweep.x, sweep.normed, sweep.normed32, sweep.latent, sweep.routed, experts.h, experts.y):
+    for buffer in (sweep.x, sweep.latent, experts.h, experts.y):
         buffer.fill_(torch.nan)
     experts.places.fill_(0xFF)
     return Reader(sweep, host)
@@ -117,6 +123,29 @@ def test_it_is_near_the_cpu_engine(whole: tuple[Tensor, Tensor, Tensor], store: 
 
 def test_a_cut_does_not_show(shared: Reader, whole: tuple[Tensor, Tensor, Tensor]) -> None:
     assert all(map(torch.equal, shared.alone(PROMPT, 1, 6), whole))
+
+
+def test_the_smallest_ring_and_chunk_give_the_same_bits(store: Store, whole: tuple[Tensor, Tensor, Tensor]) -> None:
+    """A group of the ring is one block then; parts of a chunk are 3 rows and 2."""
+    least = reader(store, tokens=5)
+    try:
+        assert len(least.sweep.experts.places) == RING_GROUPS
+        assert least.sweep.part == 3
+        assert all(map(torch.equal, least.alone(PROMPT, 5, 10), whole))
+        least.host.check()
+    finally:
+        least.host.close()
+
+
+def test_a_sweep_takes_what_the_ledger_says(shared: Reader, store: Store) -> None:
+    """Every tensor, but for what sorting takes for a while, and the kernels."""
+    sweep, experts, top_k = shared.sweep, shared.sweep.experts, store.config.experts_per_token
+    held = [*vars(sweep).values(), *sweep.norms, *vars(sweep.workspace).values(), *vars(experts).values()]
+    memories = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held if isinstance(t, Tensor)}
+    host_bytes = experts.counts.untyped_storage().nbytes()
+    sorting = sweep.tokens * top_k * (3 * 8 + 4)
+    said = sweep_bytes(store.config, sweep.tokens, context_tokens=256)
+    assert said == sum(memories.values()) - host_bytes + sorting + SWEEP_KERNEL_BYTES
 
 
 def test_prompts_that_share_a_sweep_are_as_if_alone(shared: Reader, whole: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -5,8 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.tools.bench_prefill import in_time, least_s
+from services.engine.errors import MemoryPlanError
+from services.engine.gpu.ledger import CARD_MIB, MIB, Wanted
+from services.tools import bench_prefill
+from services.tools.bench_prefill import in_time, least_s, room_for
 from services.tools.cells import Cells
+from services.tools.synthetic_shapes import SUPER, dense_layout
 
 STORE = SimpleNamespace(
     config=SimpleNamespace(experts=512, experts_per_token=22),
@@ -33,3 +37,15 @@ def test_what_will_not_be_done_in_time_is_left_out(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == ""
     assert not in_time(Cells(1.0, None), 32768, 0.24, 2 * least(32768, 0.24))
     assert "  32768    0.24 left out: it may take" in capsys.readouterr().out
+
+
+def test_as_much_is_read_at_once_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 32,768 tokens with all experts in RAM, whose page tables and a large card's context are there already."""
+    monkeypatch.setattr(bench_prefill, "stored_layout", lambda _: dense_layout(SUPER))
+    store = SimpleNamespace(config=SUPER, folder=None)
+    free_mib = CARD_MIB - 523
+    asked = Wanted(1, 32_768 + 13, "fp8")
+    found = [room_for(store, asked, (free_mib - tables) * MIB) for tables in (118, 180, 250, 290)]  # type: ignore[arg-type]
+    assert found == [2048, 1024, 512, 512]
+    with pytest.raises(MemoryPlanError):
+        room_for(store, asked, (free_mib - 500) * MIB)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import torch
 from services.engine.model import Segment
 from services.tools import bench_stall
 
-ARGS = Namespace(tokens=20, chunk=8)
+ARGS = Namespace(tokens=20)
 PLACES = 6  # of a chunk, where others may run
 
 
@@ -20,6 +20,7 @@ class Network:
     def __init__(self) -> None:
         self.read: list[int] = []
         self.answered, self.held = 0, 0
+        self.sweep = SimpleNamespace(tokens=8)
 
     def new_state(self, tokens: int) -> Any:
         self.held += 1

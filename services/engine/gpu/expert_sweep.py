@@ -16,7 +16,7 @@ from kernels.experts.device.ring import Group, Ring
 from kernels.experts.host.binding import Host
 from kernels.experts.host.feed import Feed
 from kernels.experts.prefill_launches import Products
-from services.engine.gpu.ledger import RING_GROUPS, ring_group
+from services.engine.gpu.ledger import RING_GROUPS, products_bytes, ring_group
 from services.engine.gpu.ranges import named as named_range
 from services.engine.gpu.room import Room
 
@@ -26,16 +26,24 @@ GUESSED_LOOKUPS = 16  # with more, that what is in RAM of a layer is needed, and
 
 
 class ExpertSweep:
-    """For at most `tokens` tokens, in `room`; `host`'s slots must be page-locked if that is on a GPU."""
+    """For at most `tokens` tokens, in `room`; `host`'s slots must be page-locked if that is on a GPU.
 
-    def __init__(self, host: Host, top_k: int, tokens: int, room: Room) -> None:
+    `scratch`: memory of at least `least_bytes` that is the caller's while `run` is not under way. What `run` returns
+    lies there, in `out`.
+    """
+
+    def __init__(self, host: Host, top_k: int, tokens: int, room: Room, least_bytes: int = 0) -> None:
         catalog, device = host.catalog, room.memory.device
         self.room, self.layout, self.device, self.experts = room, catalog.layout, device, catalog.offsets.shape[1]
         self.feed = Feed(host)
         self.layers, self.top_k = len(catalog.offsets), top_k
         places = room.take(RING_GROUPS * ring_group(tokens), self.layout.block_bytes, dtype=torch.uint8)
-        self.h = room.take(tokens, self.layout.width, dtype=torch.float16)
-        self.y = room.take(tokens * top_k, self.layout.latent, dtype=torch.float16)
+        self.scratch = room.take(max(least_bytes, products_bytes(self.layout, top_k, tokens)), dtype=torch.uint8)
+        products = Room(self.scratch)
+        made = products.take(tokens * max(2 * self.layout.width, 4 * self.layout.latent), dtype=torch.uint8)
+        self.h = Room(made).take(tokens, self.layout.width, dtype=torch.float16)
+        self.out = Room(made).take(tokens, self.layout.latent, dtype=torch.float32)  # once `down` has read h
+        self.y = products.take(tokens * top_k, self.layout.latent, dtype=torch.float16)
         self.up_scales = torch.from_numpy(catalog.up_scales).to(device)
         self.down_scales = torch.from_numpy(catalog.down_scales).to(device)
         self.places, self.ring = places, Ring(host, places, RING_GROUPS, most_rows=tokens)
@@ -55,9 +63,9 @@ class ExpertSweep:
         self._let_go()
         self.feed.expect(0, [])
 
-    def run(self, layer: int, ids: Tensor, weights: Tensor, x: Tensor, out: Tensor) -> Generator[float, None, None]:
-        """ids int32 and weights float32 [T, top_k], x float16 [T, latent] -> out float32 [T, latent], queued on the
-        current stream. Yields the share that is done wherever others may run. Raises BlockError."""
+    def run(self, layer: int, ids: Tensor, weights: Tensor, x: Tensor) -> Generator[float, None, Tensor]:
+        """ids int32 and weights float32 [T, top_k], x float16 [T, latent] -> float32 [T, latent], queued on the
+        current stream; part of `out`. Yields the share that is done wherever others may run. Raises BlockError."""
         order = prefill.order(ids, self.experts)
         self.counts.copy_(order.starts.diff(), non_blocking=True)
         self._synchronize()
@@ -79,7 +87,9 @@ class ExpertSweep:
                     yield done / named
         finally:
             self._let_go()
+        out = self.out[: len(ids)]
         prefill.combine(self.y[: ids.numel()], weights, out)
+        return out
 
     def _let_go(self) -> None:
         self.ring.drain()

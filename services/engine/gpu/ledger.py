@@ -24,6 +24,7 @@ Kv = Literal["bf16", "fp8"]
 Layout = Mapping[str, tuple[str, Shape]]  # of a dense file: name -> dtype as safetensors writes it, and shape
 
 MIB = 1 << 20
+GB = 1_000_000_000
 CARD_MIB = 8151  # what the driver reports of an 8 GB card with nothing else on it
 DESKTOP_MIB = 7550  # what a desktop leaves of it
 BUDGETS = {"nothing else on the card": CARD_MIB, "with a desktop": DESKTOP_MIB}
@@ -34,15 +35,18 @@ MOST_ITEMS = 32  # experts that the GPU takes of one layer, if it keeps none
 # an H200, with its 132 multiprocessors; what a gaming card takes is not measured. The engine itself goes by what is
 # free once its context exists, so that a wrong CONTEXT_BYTES cannot overfill a card.
 CONTEXT_BYTES = 300 * MIB
-KERNEL_BYTES = 184 * MIB  # loaded kernels and the first graph: 181 MiB on an H200
-GRAPH_BYTES = 16 * MIB  # of each further number of rows: kernels and a graph
+KERNEL_BYTES = 168 * MIB  # loaded kernels and the first graph, on an H200: 181 MiB, of which 15 are LOCKED_SHARE's
+GRAPH_BYTES = 8 * MIB  # of each further number of rows, kernels and a graph: 5 MiB there (decode.peak_vram_gb)
 HEAD_ROWS = (1, 2)  # ids that the multi-token-prediction block takes at once: a graph each
 HIDDEN_STATES = 4  # that it keeps of each sequence's newest tokens
 JOINED_ROWS = (2, 4)  # of steps that a short prompt may take several tokens of
 VISION_KERNEL_BYTES = 16 * MIB  # of the kernels that read pictures, assumed; `thimble bench vision` prints the driver's
+# Of RAM that is page-locked for the card, what page tables take of the card's own: 8 bytes for each 4 KiB. On an H200
+# 10 MiB for 5.3 GiB more (prefill.peak_vram_gb of 1db1690). The engine measures it at start (locking.py).
+LOCKED_SHARE = 8 / 4096
 MARGIN_BYTES = 32 * MIB  # an allocator's rounding (11 to 23 MiB), and what changes between driver versions
 
-SWEEP_KERNEL_BYTES = 48 * MIB  # of the kernels that read prompts, assumed
+SWEEP_KERNEL_BYTES = 8 * MIB  # of the kernels that read prompts; less than can be told apart on an H200
 SWEEP_PART = 512  # rows of a prompt's chunk that the widest buffers hold
 RING_GROUPS = 3  # of blocks that are copied to the card together: in use, coming, and next
 
@@ -63,7 +67,8 @@ class Wanted:
 
     `pages` of KV for all sequences, 0: enough for each. `staging_blocks`: expert blocks copied to the card at once;
     `kept_blocks`: those that stay there; `chunk_tokens`: of prompts, that are read together, layer by layer;
-    `vision_bytes`: what pictures are read with. 0: not used.
+    `vision_bytes`: what pictures are read with. 0: not used. `locked_bytes` of RAM are page-locked for the card, which
+    takes `locked_share` of that of its own memory.
     """
 
     sequences: int = 1
@@ -77,6 +82,8 @@ class Wanted:
     joined: bool = False
     drafts: bool = False
     head_bytes: int = 0
+    locked_bytes: int = 0
+    locked_share: float = LOCKED_SHARE
 
     def __post_init__(self) -> None:
         if self.sequences < 1:
@@ -145,6 +152,10 @@ def ledger(config: ModelConfig, dense: Layout, wanted: Wanted) -> Ledger:
             max(0, wanted.vision_bytes - sweep_room_bytes(config, wanted.chunk_tokens)),
         ),
         ("kernels of vision (assumed, not computed)", VISION_KERNEL_BYTES if wanted.vision_bytes else 0),
+        (
+            f"page tables of {wanted.locked_bytes / GB:.1f} GB of RAM that the card reads",
+            math.ceil(wanted.locked_bytes * wanted.locked_share),
+        ),
         ("margin", MARGIN_BYTES),
     ]
     return Ledger(wanted, tuple((name, size) for name, size in lines if size))
@@ -325,41 +336,56 @@ def row_bytes(config: ModelConfig) -> int:
 
 
 def ring_group(chunk_tokens: int) -> int:
-    """How many blocks are copied to the card together."""
-    return 8 if chunk_tokens >= 1024 else 4
+    """How many blocks are copied to the card together. Fewer for short chunks, which are for cards with little room."""
+    return next(blocks for blocks, least in ((8, 2048), (4, 1024), (2, 512), (1, 0)) if chunk_tokens >= least)
+
+
+def sweep_part(chunk_tokens: int) -> int:
+    """Rows of a chunk that go through a layer's wide buffers together: these are then no larger than the experts'."""
+    return min(SWEEP_PART, -(-chunk_tokens // 2))
 
 
 def sweep_bytes(config: ModelConfig, chunk_tokens: int, context_tokens: int) -> int:
     """Of sweep.py's Sweep and expert_sweep.py's ExpertSweep, their kernels included; none for chunks of no token."""
     if not chunk_tokens:
         return 0
-    part, top_k = min(chunk_tokens, SWEEP_PART), config.experts_per_token
-    part_row = 6 * config.hidden_size + 2 * _F32 * config.mamba_heads + _F32 * config.experts
-    row = (2 + _F32) * config.latent_size
-    row += top_k * (_F32 + _F32 + 3 * 8 + _F32)  # ids, weights, and what sorting them takes for a while
+    top_k = config.experts_per_token
+    row = 2 * config.latent_size + top_k * (_F32 + _F32 + 3 * 8 + _F32)  # and what sorting the ids takes for a while
     fixed = MOST_SEQUENCES * (pages_for(context_tokens) + config.vocab_size) * _F32
     fixed += len(config.moe_layers) * config.experts * 2 * _F32 + len(config.layers) * config.hidden_size * _F32
-    return part * part_row + chunk_tokens * row + fixed + sweep_room_bytes(config, chunk_tokens) + SWEEP_KERNEL_BYTES
+    fixed += sweep_part(chunk_tokens) * 2 * _F32 * config.mamba_heads
+    return chunk_tokens * row + fixed + sweep_room_bytes(config, chunk_tokens) + SWEEP_KERNEL_BYTES
 
 
 def sweep_room_bytes(config: ModelConfig, chunk_tokens: int) -> int:
     """What means something to a sweep only while it runs, so that others may use it between two."""
     if not chunk_tokens:
         return 0
-    block, pairs = config.block, chunk_tokens * config.experts_per_token
-    ring = RING_GROUPS * ring_group(chunk_tokens) * block.block_bytes
-    products = aligned(2 * chunk_tokens * block.width) + aligned(2 * pairs * block.latent)
+    ring = RING_GROUPS * ring_group(chunk_tokens) * config.block.block_bytes
     rows = aligned(_F32 * chunk_tokens * config.hidden_size)
-    return aligned(ring) + products + rows + aligned(min(chunk_tokens, SWEEP_PART) * wide_bytes(config))
+    return aligned(ring) + rows + sweep_scratch_bytes(config, chunk_tokens)
+
+
+def sweep_scratch_bytes(config: ModelConfig, chunk_tokens: int) -> int:
+    """Of the experts' products, or of the wide rows of the other layers, which nobody needs at the same time."""
+    products = products_bytes(config.block, config.experts_per_token, chunk_tokens)
+    return aligned(max(products, sweep_part(chunk_tokens) * wide_bytes(config)))
+
+
+def products_bytes(layout: BlockLayout, top_k: int, chunk_tokens: int) -> int:
+    """Of what a chunk's experts make: h, which their sum replaces, and y."""
+    made = max(2 * layout.width, _F32 * layout.latent)
+    return aligned(chunk_tokens * made) + aligned(2 * chunk_tokens * top_k * layout.latent)
 
 
 def wide_bytes(config: ModelConfig) -> int:
-    """Of a row's values inside a layer, of the kind that has most."""
+    """Of a row's values inside a layer, of the kind that has most: sweep.py's `_room`s."""
     attended, kv = config.attention_heads * config.head_dim, config.kv_heads * config.head_dim
+    hidden = config.hidden_size
     return max(
-        _F32 * config.in_proj_rows + 2 * config.mamba_inner,
-        _F32 * (attended + 2 * kv) + 2 * attended,
-        2 * config.shared_width,
+        _F32 * config.in_proj_rows + 2 * max(hidden, config.mamba_inner),
+        _F32 * (attended + 2 * kv) + 2 * max(hidden, attended),
+        (2 + _F32) * hidden + _F32 * config.experts + 2 * config.shared_width,
     )
 
 

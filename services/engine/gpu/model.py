@@ -31,7 +31,7 @@ from services.engine.gpu.counts import DeviceCounts
 from services.engine.gpu.decoder import Decoder, Placement, Row
 from services.engine.gpu.expert_sweep import ExpertSweep
 from services.engine.gpu.head import DeviceHead
-from services.engine.gpu.ledger import MOST_SEQUENCES, sweep_room_bytes
+from services.engine.gpu.ledger import MOST_SEQUENCES, sweep_room_bytes, sweep_scratch_bytes
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.room import Room
 from services.engine.gpu.sweep import Sweep
@@ -81,7 +81,8 @@ class DeviceModel:
             self.memory = torch.zeros(size_bytes, dtype=torch.uint8, device=pool.conv.device)
             if chunk_tokens:
                 room = Room(self.memory)
-                experts = ExpertSweep(slots.host, self.config.experts_per_token, chunk_tokens, room)
+                scratch_bytes = sweep_scratch_bytes(self.config, chunk_tokens)
+                experts = ExpertSweep(slots.host, self.config.experts_per_token, chunk_tokens, room, scratch_bytes)
                 experts.layers = len(self.config.moe_layers)  # behind them there may be the block's
                 self.sweep = Sweep(weights, pool, experts, chunk_tokens, context_tokens)
             for count in rows:

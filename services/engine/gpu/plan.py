@@ -8,12 +8,16 @@ from services.engine.config import EngineConfig
 from services.engine.experts.store import DRAFT, Store
 from services.engine.gpu.ledger import (
     CONTEXT_BYTES,
+    GB,
+    LOCKED_SHARE,
     MIB,
     MOST_SEQUENCES,
     VISION_KERNEL_BYTES,
     Kv,
+    Layout,
     Ledger,
     Wanted,
+    fp8_saves_bytes,
     head_weight_bytes,
     ledger,
     longest_context,
@@ -21,11 +25,12 @@ from services.engine.gpu.ledger import (
     require,
     stored_layout,
 )
+from services.engine.model_config import ModelConfig
 from services.engine.pages import PAGE_TOKENS, pages_for
 from services.engine.vision.device import card_bytes, readable
 
 COMFORTABLE_TOKENS = 16_384  # of context; fewer sequences rather than less of it
-GB = 1_000_000_000
+MODEST_TOKENS = 4096  # the least for whose sake prompts are not read token by token: in minutes, then
 MOST_TOKENS = 131_072  # of context, if nobody asks for more
 CHUNKS = (2048, 1024, 512, 256, 0)  # tokens of prompts read at once; 0: one by one, as answers are
 COMFORTABLE_CHUNK = 1024
@@ -40,6 +45,7 @@ class DevicePlan:
     chunk_tokens: int
     ledger: Ledger
     budget_bytes: int
+    hints: tuple[str, ...] = ()  # what would make more room
     blind_bytes: int = 0  # what reading pictures there would take, if that did not fit: the processor reads them
 
     @property
@@ -59,11 +65,15 @@ class DevicePlan:
             f"graphics memory: {self.sequences} sequences of up to {self.context_tokens} tokens, keys and values in "
             f"{self.kv}, {prompts}\n{self.ledger}\n"
             f"  {self.budget_bytes / MIB:9.1f} MiB  can be had{pictures if self.blind_bytes else ''}"
+            + "".join(f"\nfor longer contexts or quicker prompts: {hint}" for hint in self.hints)
         )
 
 
-def plan_device(config: EngineConfig, store: Store, free_bytes: int) -> DevicePlan:
-    """`free_bytes`: what the driver has left, this process's context taken. Raises MemoryPlanError.
+def plan_device(
+    config: EngineConfig, store: Store, free_bytes: int, locked_bytes: int = 0, locked_share: float = LOCKED_SHARE
+) -> DevicePlan:
+    """`free_bytes`: what the driver has left, this process's context taken; `locked_bytes` of RAM will be page-locked
+    for the card, which takes `locked_share` of that. Raises MemoryPlanError.
 
     Pictures are read on the card if a comfortable context, or the one that is asked for, fits beside that.
     """
@@ -81,7 +91,8 @@ def plan_device(config: EngineConfig, store: Store, free_bytes: int) -> DevicePl
     def choose(vision_bytes: int) -> Wanted:
         """A comfortable context matters most. Then that long prompts do not take for ever, since their time goes with
         the number of chunks; then a further user; then the largest chunk; then that short prompts are quick, and that
-        one user's drafts can be tried, both of which take steps of several rows."""
+        one user's drafts can be tried, both of which take steps of several rows. Where that is too much, a modest
+        context that is read in chunks is worth more than a longer one that is not."""
 
         def longest(wanted: Wanted) -> int:
             return longest_context(model, layout, wanted, budget)
@@ -100,8 +111,16 @@ def plan_device(config: EngineConfig, store: Store, free_bytes: int) -> DevicePl
             for joined in (True, False)
             if count == counts[-1] or chunk >= min(COMFORTABLE_CHUNK, chunks[0])
         ]
-        tried = [replace(wanted, kept_blocks=kept_blocks) for wanted in tried]
-        chosen = next((wanted for wanted in tried if longest(wanted) >= comfortable), tried[-1])
+        tried = [
+            replace(wanted, kept_blocks=kept_blocks, locked_bytes=locked_bytes, locked_share=locked_share)
+            for wanted in tried
+        ]
+        chosen = tried[-1]
+        for least in (comfortable, min(comfortable, MODEST_TOKENS)):
+            enough = (each for each in tried if each.chunk_tokens and longest(each) >= least)
+            if (found := next(enough, None)) is not None:
+                chosen = found
+                break
         context = config.context_tokens or min(longest(chosen), MOST_TOKENS) or PAGE_TOKENS
         return replace(chosen, context_tokens=context)
 
@@ -125,7 +144,22 @@ def plan_device(config: EngineConfig, store: Store, free_bytes: int) -> DevicePl
     chosen = with_head(chosen)
     made = require(model, layout, chosen, budget)
     pages = chosen.sequences * pages_for(chosen.context_tokens)
+    hints = more_room(model, layout, made, budget, comfortable) if not config.context_tokens else ()
     blind_bytes = vision_bytes + VISION_KERNEL_BYTES if vision_bytes and not chosen.vision_bytes else 0
     return DevicePlan(
-        chosen.sequences, chosen.context_tokens, pages, kv, chosen.chunk_tokens, made, budget, blind_bytes
+        chosen.sequences, chosen.context_tokens, pages, kv, chosen.chunk_tokens, made, budget, hints, blind_bytes
     )
+
+
+def more_room(model: ModelConfig, dense: Layout, made: Ledger, budget: int, comfortable: int) -> tuple[str, ...]:
+    """What can be changed where the context is not comfortable, or chunks are short."""
+    wanted = made.wanted
+    if wanted.context_tokens >= comfortable and wanted.chunk_tokens >= COMFORTABLE_CHUNK:
+        return ()
+    hints = []
+    if wanted.kv != "fp8":
+        tokens = longest_context(model, dense, replace(wanted, kv="fp8"), budget)
+        hints.append(f"THIMBLE_ENGINE_KV_FORMAT=fp8 holds {tokens} tokens, less exactly")
+    if saved := fp8_saves_bytes(model, dense):
+        hints.append(f"thimble repack --dense fp8, which changes the weights, makes room of {saved / MIB:.0f} MiB")
+    return tuple(hints)

@@ -1,7 +1,8 @@
 """A sweep: many tokens of one or several prompts go through the network layer by layer; an expert's block moves once.
 
 Owns the buffers between the kernels and the order of work; the experts' part is expert_sweep.py's. Every buffer is made
-at construction; the largest lie in a room that others use between two sweeps. A token's bits depend on its place, its
+at construction; the largest lie in a room that others use between two sweeps, some of them at the same place, since
+one stream runs one layer at a time. A token's bits depend on its place, its
 state and what came before it, neither on how its prompt was cut nor on what else is read with it: kernels/*/sweep.py
 say why. They are not those of the decode path (token.py).
 
@@ -9,6 +10,7 @@ Everything is in plain order, but for the last row of each prompt, whose logits 
 """
 
 from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +26,7 @@ from kernels.linear.gpu import linear as decode_linear
 from kernels.linear.octets import from_octets, to_octets
 from kernels.mamba.gpu import Sizes
 from services.engine.gpu.expert_sweep import ExpertSweep
-from services.engine.gpu.ledger import MOST_SEQUENCES, SWEEP_PART, wide_bytes
+from services.engine.gpu.ledger import MOST_SEQUENCES, sweep_part
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.ranges import named
 from services.engine.gpu.tracing import Tracing
@@ -40,7 +42,7 @@ SMALLER = 8.0  # the square root of how much smaller squares are kept than they 
 
 @dataclass(frozen=True)
 class Part:
-    """At most SWEEP_PART rows of a chunk, that the wide buffers hold at once."""
+    """Rows of a chunk, as many as the wide buffers hold at once, or fewer."""
 
     rows: slice
     scanned: Tensor  # int32 [segments, 3], kernels/mamba/sweep.py's
@@ -58,7 +60,7 @@ class Sweep:
         config, device = weights.config, pool.conv.device
         self.weights, self.pool, self.experts, self.tokens = weights, pool, experts, tokens
         self.sizes = Sizes(config.mamba_heads, config.mamba_head_dim, config.mamba_state, config.mamba_groups)
-        part = min(tokens, SWEEP_PART)
+        self.part = sweep_part(tokens)
 
         def new(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -66,13 +68,8 @@ class Sweep:
         f32 = torch.float32
         self.norms = [from_octets(layer.norm.weight) for layer in weights.layers]
         self.x = experts.room.take(tokens, config.hidden_size, dtype=f32)
-        self.normed, self.normed32 = new(part, config.hidden_size), new(part, config.hidden_size, dtype=f32)
-        # One layer's wide rows at a time: what the kinds of layers need lies in one piece of memory.
-        self.wide = experts.room.take(part * wide_bytes(config), dtype=torch.uint8)
-        self.workspace = mamba.Workspace(part, self.sizes.heads, device)
-        self.scores = new(part, config.experts, dtype=f32)
+        self.workspace = mamba.Workspace(self.part, self.sizes.heads, device)
         self.latent = new(tokens, config.latent_size)
-        self.routed = new(tokens, config.latent_size, dtype=f32)
         self.chosen = new(tokens, config.experts_per_token, dtype=torch.int32)
         self.chosen_weights = new(tokens, config.experts_per_token, dtype=f32)
         self.tables = new(MOST_SEQUENCES, pages_for(context_tokens), dtype=torch.int32)
@@ -125,23 +122,29 @@ class Sweep:
                             self._route(layer, weight, part.rows)
                     if tracing:
                         tracing.sweep(self.chosen[:total], self.chosen_weights[:total])
-                    running = self.experts.run(
-                        place, self.chosen[:total], self.chosen_weights[:total], self.latent[:total],
-                        self.routed[:total],
-                    )  # fmt: skip
-                    for share in running:
-                        yield (number + share) / layers
+                    routed = yield from self._experts(place, total, number / layers, 1 / layers)
                     for part in parts:
-                        dense.linear(self.routed[part.rows], layer.fc2, self.x[part.rows], "add", precise=True)
+                        dense.linear(routed[part.rows], layer.fc2, self.x[part.rows], "add", precise=True)
         if tracing:
             tracing.end_sweep()
         return self._logits(torch.tensor(counts).cumsum(0) - 1)
 
+    def _experts(self, layer: int, total: int, before: float, whole: float) -> Generator[float, None, Tensor]:
+        """The MoE layer's routed experts. The shares that are yielded are of the whole network."""
+        running = self.experts.run(layer, self.chosen[:total], self.chosen_weights[:total], self.latent[:total])
+        with closing(running):
+            try:
+                while True:
+                    yield before + next(running) * whole
+            except StopIteration as end:
+                routed: Tensor = end.value
+                return routed
+
     def _parts(self, counts: Sequence[int], states: Sequence[DeviceState]) -> list[Part]:
         parts = []
         total = sum(counts)
-        for begin in range(0, total, SWEEP_PART):
-            end = min(begin + SWEEP_PART, total)
+        for begin in range(0, total, self.part):
+            end = min(begin + self.part, total)
             scanned, attended, first = [], [], 0
             for table, (count, state) in enumerate(zip(counts, states, strict=True)):
                 low, high = max(begin, first), min(end, first + count)
@@ -161,8 +164,8 @@ class Sweep:
         pictures = [some for segment in segments for some in segment.rows]
         assert sum(map(len, pictures)) == int(pictured.sum()), "every place of a picture has its row"
         shown = torch.cat(pictures) if pictures else None
-        for begin in range(0, len(ids), SWEEP_PART):
-            stop = min(begin + SWEEP_PART, len(ids))
+        for begin in range(0, len(ids), self.part):
+            stop = min(begin + self.part, len(ids))
             here = pictured[begin:stop]
             rows = self.weights.embeddings.rows(ids[begin:stop].masked_fill(here, 0))
             if shown is not None:
@@ -170,24 +173,28 @@ class Sweep:
                 rows[here] = shown[before : before + count]
             self.x[begin:stop] = rows
 
-    def _norm(self, weight: Tensor, rows: slice) -> Tensor:
-        out = self.normed[: rows.stop - rows.start]
-        norm.rms_norm(self.x[rows], weight, self.weights.config.norm_eps, out)
-        return out
-
     def _room(self, rows: slice, *widths: tuple[int, torch.dtype]) -> list[Tensor]:
-        """Buffers [rows, width] side by side in `wide`."""
+        """Buffers [rows, width] side by side, where the experts' products are at other times."""
         count, start, found = rows.stop - rows.start, 0, []
         for width, dtype in widths:
             size_bytes = count * width * dtype.itemsize
-            found.append(self.wide[start : start + size_bytes].view(dtype).view(count, width))
+            found.append(self.experts.scratch[start : start + size_bytes].view(dtype).view(count, width))
             start += size_bytes
         return found
 
+    def _normed(self, weight: Tensor, rows: slice, out: Tensor) -> Tensor:
+        """Of the residual stream, in `out`, or in its first numbers."""
+        hidden = self.weights.config.hidden_size
+        normed = out.view(-1)[: (rows.stop - rows.start) * hidden].view(-1, hidden)
+        norm.rms_norm(self.x[rows], weight, self.weights.config.norm_eps, normed)
+        return normed
+
     def _mamba(self, layer: MambaWeights, index: int, weight: Tensor, part: Part) -> None:
-        sizes, pool = self.sizes, self.pool
-        projected, mixed = self._room(part.rows, (sizes.rows, torch.float32), (sizes.inner, torch.float16))
-        dense.linear(self._norm(weight, part.rows), layer.in_proj, projected)
+        sizes, pool, f16 = self.sizes, self.pool, torch.float16
+        wider = max(sizes.inner, self.weights.config.hidden_size)
+        projected, both = self._room(part.rows, (sizes.rows, torch.float32), (wider, f16))
+        mixed = both.view(-1)[: len(both) * sizes.inner].view(-1, sizes.inner)  # once in_proj has read what is normed
+        dense.linear(self._normed(weight, part.rows, both), layer.in_proj, projected)
         mamba.convolve(projected, sizes, layer.conv_weight, layer.conv_bias, pool.conv[:, index], part.scanned)
         y = projected[:, sizes.inner : 2 * sizes.inner]  # in place of x, which only this layer's scan reads
         mamba.scan(
@@ -198,10 +205,12 @@ class Sweep:
         dense.linear(mixed, layer.out_proj, self.x[part.rows], "add")
 
     def _attention(self, layer: AttentionWeights, index: int, weight: Tensor, part: Part) -> None:
-        f32, bf16 = torch.float32, torch.bfloat16
+        f32 = torch.float32
         sizes = [projection.rows for projection in layer.qkv]
-        query, key, value, mixed = self._room(part.rows, *((size, f32) for size in sizes), (sizes[0], bf16))
-        normed = self._norm(weight, part.rows)
+        wider = max(sizes[0], self.weights.config.hidden_size)
+        query, key, value, both = self._room(part.rows, *((size, f32) for size in sizes), (wider, torch.float16))
+        normed = self._normed(weight, part.rows, both)
+        mixed = both.view(torch.bfloat16).view(-1)[: len(both) * sizes[0]].view(-1, sizes[0])  # once normed is read
         for projection, out in zip(layer.qkv, (query, key, value), strict=True):
             dense.linear(normed, projection, out)
         pages = self.pool.pages_of(index, layer.key_scale, layer.value_scale)
@@ -212,14 +221,17 @@ class Sweep:
     def _route(self, layer: MoeWeights, weight: Tensor, rows: slice) -> None:
         """Router, latent input and shared expert. The router's scores decide among near ties: they are made of 16 bits
         of the input rather than 11."""
-        config, count = self.weights.config, rows.stop - rows.start
-        normed, exact, scores = self._norm(weight, rows), self.normed32[:count], self.scores[:count]
-        norm.rms_norm(self.x[rows], weight, config.norm_eps, exact)
+        config, f16, f32 = self.weights.config, torch.float16, torch.float32
+        hidden = config.hidden_size
+        exact, scores, normed, shared = self._room(
+            rows, (hidden, f32), (config.experts, f32), (hidden, f16), (config.shared_width, f16)
+        )
+        self._normed(weight, rows, normed)
+        self._normed(weight, rows, exact)
         dense.linear(exact, layer.gate, scores, precise=True)
         choice = (config.experts_per_token, config.routed_scale, config.norm_topk)
         router.choose(scores, layer.bias, *choice, self.chosen[rows], self.chosen_weights[rows])
         dense.linear(normed, layer.fc1, self.latent[rows])
-        (shared,) = self._room(rows, (config.shared_width, torch.float16))
         dense.linear(normed, layer.shared_up, shared, "relu2", gain=1 / SMALLER)
         dense.linear(shared, layer.shared_down, self.x[rows], "add", gain=SMALLER**2)
 

@@ -1,0 +1,58 @@
+"""What page-locked RAM takes of a card: measured through a runtime that stands for CUDA's."""
+
+import pytest
+
+from services.engine.gpu import locking
+from services.engine.gpu.ledger import LOCKED_SHARE, MIB
+
+
+class Card:
+    """Page tables of `share` of what is locked, in pieces of 2 MiB. Refuses to lock more than `most_bytes`."""
+
+    def __init__(self, share: float, most_bytes: int = 1 << 60) -> None:
+        self.share, self.most_bytes = share, most_bytes
+        self.locked: dict[int, int] = {}
+        self.peak_bytes = 0
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
+        assert address not in self.locked
+        if sum(self.locked.values()) + size_bytes > self.most_bytes:
+            return 2
+        self.locked[address] = size_bytes
+        self.peak_bytes = max(self.peak_bytes, sum(self.locked.values()))
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+    def free_bytes(self) -> int:
+        tables = int(sum(self.locked.values()) * self.share)
+        return 8000 * MIB - -(-tables // (2 * MIB)) * 2 * MIB
+
+
+@pytest.mark.parametrize("share", [0.0, 1 / 512, 1 / 256])
+def test_the_share_is_measured(share: float) -> None:
+    card = Card(share)
+    found = locking.measured_share(card, card.free_bytes)
+    assert share < found <= share + 2 * locking.GRAIN_BYTES / card.peak_bytes
+    assert not card.locked, "and all is unlocked again"
+
+
+def test_where_little_can_be_locked_it_is_assumed() -> None:
+    card = Card(1 / 100, most_bytes=512 * MIB)
+    assert locking.measured_share(card, card.free_bytes) == LOCKED_SHARE
+    assert not card.locked
+    assert card.peak_bytes == 512 * MIB
+
+
+def test_what_another_process_takes_meanwhile_is_not_believed() -> None:
+    card = Card(1 / 20)
+    assert locking.measured_share(card, card.free_bytes) == locking.MOST_SHARE
+
+
+def test_it_takes_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locking, "LONGEST_S", 0.0)
+    card = Card(1 / 512)
+    assert locking.measured_share(card, card.free_bytes) == LOCKED_SHARE
+    assert card.peak_bytes == 0
