@@ -20,11 +20,14 @@ from tokenizers import Tokenizer
 
 from services.api.errors import InvalidRequest, ModelFolderError
 from services.api.pictures import OPEN, PLACE
+from services.vocabulary import is_panic, try_out
 
 FIRST_MARK = 0xD800
 MOST_MARKS = ord(OPEN) - FIRST_MARK  # the last two stand for pictures
 TOKEN_BYTE = b"\xff"  # begins an added token in canonical bytes; never part of UTF-8
 UNKNOWN_BYTE = b"\xfe"  # stands there for an id outside the vocabulary: no text gives it
+NOT_BYTE_LEVEL = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")  # if they are set
+WHOLE_TEXTS = {"truncation": None, "padding": None, "post_processor": None}  # nothing cut off, nothing added
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,18 @@ class TextTokenizer:
             raise ModelFolderError(
                 f"tokenizer.json has {len(entries)} added tokens; at most {MOST_MARKS} are supported"
             )
+        if not all(e["content"] for e in entries):
+            raise ModelFolderError("tokenizer.json: an added token has no letters")
         odd = [e["content"] for e in entries if e["lstrip"] or e["rstrip"] or e["single_word"]]
         if odd:
             raise ModelFolderError(f"tokenizer.json: added tokens that eat spaces are not supported: {odd[:3]}")
         decoders = data["decoder"].get("decoders", [data["decoder"]])
         if [decoder["type"] for decoder in decoders] != ["ByteLevel"]:
             raise ModelFolderError("tokenizer.json: only byte-level vocabularies are supported (decoder ByteLevel)")
+        odd = [name for name in NOT_BYTE_LEVEL if data["model"].get(name)]
+        if data["model"].get("type", "BPE") != "BPE" or odd:
+            what = f"{odd[0]} is set" if odd else f"the model is {data['model']['type']!r}"
+            raise ModelFolderError(f"tokenizer.json: only byte-level BPE vocabularies are supported, {what}")
         self.added = {
             e["content"]: AddedToken(e["id"], e["content"], e["special"], chr(FIRST_MARK + i))
             for i, e in enumerate(entries)
@@ -59,10 +68,12 @@ class TextTokenizer:
         self._restore = {ord(token.mark): token.literal for token in self.added.values()}
         # Added tokens out of the vocabulary too: then no run of plain text can become one.
         model = {**data["model"], "vocab": {k: v for k, v in data["model"]["vocab"].items() if k not in self.added}}
+        plain = json.dumps({**data, "model": model, "added_tokens": [], **WHOLE_TEXTS})
         try:
-            self._plain = Tokenizer.from_str(json.dumps({**data, "model": model, "added_tokens": []}))
-        except BaseException as error:  # of its own faults a PanicException of Rust: no Exception
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            try_out(plain, "tokenizers")
+            self._plain = Tokenizer.from_str(plain)
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_panic(error):
                 raise
             raise ModelFolderError(f"tokenizer.json cannot be used: {error}") from error
         letters = _byte_letters()
@@ -98,7 +109,7 @@ class TextTokenizer:
         try:
             return list(self._plain.encode(self.restore(marked), add_special_tokens=False).ids)
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust: no Exception, and not to be had by import
+            if not is_panic(error):
                 raise
             raise InvalidRequest("a text that the tokenizer cannot split: is it endless white space?") from error
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from services.engine.errors import GrammarError, UnsupportedError
 from services.engine.request import Form, Grammar
 from services.engine.schema import is_endless
+from services.vocabulary import VocabularyError, is_panic, read_vocabulary
 
 MOST_KEPT = 64  # grammars, good and bad ones
 THREADS = 2
@@ -144,9 +145,12 @@ class Grammars:
 
     def _read_tokenizer(self) -> LLTokenizer:
         try:
-            return LLTokenizer(self._file.read_text(encoding="utf-8"), n_vocab=self._vocab_size)
-        except (OSError, ValueError) as error:
-            raise UnsupportedError(f"this engine follows no grammars: {self._file}: {error}") from error
+            text = read_vocabulary(self._file, "llguidance", self._vocab_size)
+            return LLTokenizer(text, n_vocab=self._vocab_size)
+        except BaseException as error:
+            if not isinstance(error, OSError | ValueError | VocabularyError) and not is_panic(error):
+                raise
+            raise UnsupportedError(f"this engine follows no grammars: {error}") from error
 
 
 def _source(grammar: Grammar) -> str:

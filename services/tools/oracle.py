@@ -21,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from services.vocabulary import read_vocabulary
+
 Array = npt.NDArray[Any]
 
 TRANSFORMERS = "5.24.0"
@@ -80,9 +82,11 @@ def tokenizer(checkpoint: Path) -> Callable[[str], list[int]]:
     from tokenizers import Tokenizer
 
     try:
-        loaded = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+        loaded = Tokenizer.from_str(read_vocabulary(checkpoint / "tokenizer.json", "tokenizers"))
     except Exception as error:  # tokenizers raises Exception itself
         raise OracleError(f"{checkpoint}: no usable tokenizer.json: {error}") from error
+    loaded.no_truncation()
+    loaded.no_padding()
     return lambda text: list(loaded.encode(text, add_special_tokens=False).ids)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from services.api.rendering import SHARED, RenderRefused, TemplateBroken
+from services.vocabulary import is_panic, read_vocabulary
 
 
 class TextError(Exception):
@@ -40,10 +41,12 @@ class Texts:
 
         self._window = window
         try:
-            self._tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+            self._tokenizer = Tokenizer.from_str(read_vocabulary(checkpoint / "tokenizer.json", "tokenizers"))
             self._template = (checkpoint / "chat_template.jinja").read_text(encoding="utf-8")
         except Exception as error:  # tokenizers raises Exception itself
             raise TextError(f"{checkpoint}: no usable tokenizer.json or chat_template.jinja: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
 
     def windows(self, path: Path) -> Iterator[Window]:
         """Raises TextError if the file cannot be read or a line of it is neither a text nor a chat."""
@@ -56,8 +59,16 @@ class Texts:
             else:
                 raise TextError(f"{path}, record {number}: has neither text nor messages with roles")
 
+    def _encoding(self, text: str) -> Any:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise TextError("a text that the tokenizer cannot split: is it endless white space?") from error
+
     def _document(self, text: str) -> Iterator[Window]:
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = self._encoding(text)
         for first in range(0, len(encoding.ids), self._window):
             ids = encoding.ids[first : first + self._window]
             if len(ids) < 2:
@@ -74,7 +85,7 @@ class Texts:
                 begin = len(self._render(messages[:index], add_generation_prompt=True))
                 end = len(self._render(messages[: index + 1]).rstrip("\n"))
                 scored_text[begin:end] = [True] * (end - begin)
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = self._encoding(text)
         scored = [scored_text[begin] for begin, _ in encoding.offsets]
         ids, scored = encoding.ids[: self._window], scored[: self._window]
         size = sum(

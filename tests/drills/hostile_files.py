@@ -23,13 +23,16 @@ from typing import Any
 from services.api.errors import ModelFolderError
 from services.api.model_folder import load_model_folder
 from services.engine.checkpoint import INDEX, SINGLE, Checkpoint
-from services.engine.errors import CheckpointError, StoreError
+from services.engine.errors import CheckpointError, StoreError, UnsupportedError
 from services.engine.experts.store import Store
+from services.engine.grammar import Grammars
 from services.engine.model_config import read_config
+from services.engine.request import Form, Grammar
 from services.engine.tensorfile import read_header
 from services.engine.vision.config import read_vision_config
 from services.tools import figures, small_checkpoint
 from services.tools.repack import repack
+from services.tools.texts import TextError, Texts
 
 PREPROCESSOR = "preprocessor_config.json"
 DEMO = Path(__file__).parents[2] / "demo"
@@ -91,6 +94,13 @@ def targets(folder: Path) -> dict[str, Target]:
         shapes = {name: tensor.shape for name, tensor in Checkpoint.open(path).vision.items()}
         return read_vision_config(path, read_config(path), shapes)
 
+    def followed(path: Path) -> object:
+        grammars = Grammars(path / "tokenizer.json", 4096, 1000, 20.0)
+        try:
+            return grammars.matcher(Grammar(Form.REGEX, "[a-z]+"), {11})
+        finally:
+            grammars.close()
+
     return {
         "header": Target(plain, SINGLE, lambda path: read_header(path / SINGLE), CheckpointError),
         "checkpoint": Target(plain, SINGLE, Checkpoint.open, CheckpointError),
@@ -102,6 +112,8 @@ def targets(folder: Path) -> dict[str, Target]:
         "manifest": Target(store, "manifest.json", opened, StoreError),
         "dense": Target(store, "dense.safetensors", opened, StoreError),
         "tokenizer": Target(model, "tokenizer.json", load_model_folder, ModelFolderError),
+        "tokenizer of tools": Target(model, "tokenizer.json", lambda path: Texts(path, 64), TextError),
+        "tokenizer of grammars": Target(model, "tokenizer.json", followed, UnsupportedError),
         "tokenizer config": Target(model, "tokenizer_config.json", load_model_folder, ModelFolderError),
         "defaults": Target(model, "generation_config.json", load_model_folder, ModelFolderError),
     }

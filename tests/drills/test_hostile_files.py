@@ -153,7 +153,7 @@ def test_a_panic_of_the_tokenizer_s_library_is_refused(whole: dict[str, Target])
     content["model"]["continuing_subword_prefix"] = "../../etc/passwd"
     try:
         path.write_text(json.dumps(content))
-        with pytest.raises(ModelFolderError, match="cannot be used"):
+        with pytest.raises(ModelFolderError, match="only byte-level BPE"):
             target.read(target.folder)
     finally:
         path.write_text(before)
