@@ -24,6 +24,7 @@ BENCHMARKS = {
     "speculation": ("services.tools.bench_speculation", "answers with and without drafts, on the processor"),
     "drafts": ("services.tools.bench_drafts", "answers on the GPU with and without drafts, against the plan"),
     "scan": ("services.tools.bench_scan", "the Mamba scan of a prompt on the GPU, token by token and by chunks"),
+    "vram": ("services.tools.bench_vram", "what takes a card's memory beside tensors, against what the ledger counts"),
     "stall": ("services.tools.bench_stall", "an answer on the GPU while a long prompt is read beside it"),
     "prefill": ("services.tools.bench_prefill", "prompts on the GPU, by length and by the share of experts in RAM"),
     "decode-disk": ("services.tools.bench_decode_disk", "whole tokens while a part of the experts is on a drive"),
