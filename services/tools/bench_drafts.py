@@ -6,17 +6,19 @@ speculation, its steps of one and of two rows, its settling. An answer is said f
 who knows it and is right in a given share of cases. It must be the same, or the run stops. A wrong draft's experts are
 those that the right one would have named.
 
-What is made of the times, and the plan beside them, is draft_report.py's.
+Where the store has a multi-token-prediction block (`thimble synth --block`), every answer is said again by one who asks
+it for each draft, with routing of its own, and does not listen: what its drafts cost. Without one that is computed.
+
+What is made of the times, and the plan beside them, is draft_report.py's; the parts of a step are draft_parts.py's.
 """
 
 import argparse
-import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -30,44 +32,48 @@ from kernels.experts.device.turns import SharedSlots
 from kernels.experts.host.binding import Host
 from kernels.experts.host.drives import EmulatedDrive
 from kernels.workers.pool import Workers, default_threads
-from services.engine.experts.store import Store
+from services.engine.experts.store import DRAFT, Store
 from services.engine.experts.streamer import catalog
 from services.engine.gpu.decoder import Placement
-from services.engine.gpu.ledger import CONTEXT_BYTES, Wanted, dense_bytes, require, stored_layout
+from services.engine.gpu.head import DeviceHead
+from services.engine.gpu.ledger import (
+    CONTEXT_BYTES,
+    Wanted,
+    dense_bytes,
+    head_weight_bytes,
+    read_layout,
+    require,
+    stored_layout,
+)
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.model import DeviceModel
 from services.engine.gpu.open import AWAKE_US, usable_device
 from services.engine.gpu.token import Replay
-from services.engine.gpu.weights import DeviceWeights
+from services.engine.gpu.weights import DeviceWeights, HeadWeights
 from services.engine.model import Segment
 from services.engine.model_config import ModelConfig
 from services.engine.pages import pages_for
 from services.engine.request import Request
 from services.engine.sequence import Sequence as Answering
 from services.engine.speculation import Speculation
-from services.engine.state import state_bytes
-from services.tools import figures
+from services.engine.state import State, state_bytes
+from services.tools import draft_parts, figures
 from services.tools.ballast import Ballast
 from services.tools.decode_report import token_bytes
 from services.tools.decode_rig import READERS, mid_dialog
 from services.tools.draft_forecast import ACCEPTED, block_bytes
+from services.tools.draft_parts import Named, ids_of, processor_us
 from services.tools.draft_report import Measured, Sums, rows, told
 from services.tools.plan import shape_of
 from services.tools.replay import Trace
 from services.tools.synthetic_blocks import SyntheticBlocks
+from services.tools.told_drafts import DraftError, Told
 from services.tools.traces.generators import generate
 
 ROWS = (1, 2)
 FILLED_GB_S = 1000.0  # of the drive while slots are filled: as fast as it goes
 INPUTS = 64  # tokens whose experts' inputs are different
-IDLE_STEPS = 9
 GB = 1e9
-
-
-class DraftError(Exception):
-    """Drafts have changed what was said. The message says at which share."""
-
-    code = "bench_drafts"
 
 
 class Network(Protocol):
@@ -76,48 +82,71 @@ class Network(Protocol):
     def forward(self, segments: list[Segment], give_way: Callable[[], bool] | None = None) -> Tensor: ...
 
 
-class Told:
-    """Drafts of one who knows the answer: right in exactly the given share of cases, evenly spread."""
+class Asked(Protocol):
+    """What is asked for drafts: DeviceHead, or what stands for it in tests."""
 
-    kind, costly = "mtp", False
+    def logits(self, states: Seq[State], ids: Seq[int]) -> Tensor: ...
 
-    def __init__(self, answer: Seq[int], share: float) -> None:
-        self._answer, self._share, self._due = answer, share, 0.5
 
-    def draft(self, sequences: Seq[Answering]) -> list[int | None]:
-        (sequence,) = sequences
-        right = self._answer[sequence.generated_tokens]
-        self._due += self._share
-        if self._due >= 1:
-            self._due -= 1
-            return [right]
-        return [right ^ 1]
+@dataclass(frozen=True)
+class Block:
+    """The multi-token-prediction block, and what its one layer names, by rows."""
+
+    head: Asked
+    replays: Mapping[int, Replay]
 
 
 class Replayed:
-    """A network whose routing is a trace's: each row's by its place behind `begin`. `preparing_s` is not the network's
-    time."""
+    """A network whose routing is a trace's: each row's by its place behind `begin`. `network_s` is the network's own
+    time, `preparing_s` is nobody's."""
 
-    def __init__(self, model: Network, replays: Mapping[int, Replay], trace: Trace, begin: int) -> None:
-        self.model, self.replays, self.trace, self.begin = model, replays, trace, begin
-        self.preparing_s, self.nothing = 0.0, False
+    def __init__(
+        self, model: Network, replays: Mapping[int, Replay], trace: Trace, begin: int, block: Block | None = None
+    ) -> None:
+        self.model, self.replays, self.trace, self.begin, self.block = model, replays, trace, begin, block
+        self.preparing_s = self.network_s = 0.0
+        self.named = Named.TRACED
 
     def forward(self, segments: list[Segment], give_way: Callable[[], bool] | None = None) -> Tensor:
         (segment,) = segments
         rows = len(segment.all_ids)
-        first = segment.state.tokens - self.begin
-        places = [place % self.trace.tokens for place in range(first, first + rows)]
+        with self._preparing():
+            there, places = self.replays[rows], self._places(segment.state.tokens, rows)
+            there.ids.copy_(ids_of(self.trace, places, self.named))
+            if self.named is Named.NOTHING:
+                there.x.fill_(torch.nan)  # no expert has anything to compute
+            else:
+                there.x.copy_(self._x(places))
+        begun = time.perf_counter()
+        logits = self.model.forward(segments, give_way)
+        self.network_s += time.perf_counter() - begun
+        return logits
+
+    def ask(self, state: State, id_: int) -> None:
+        """The block for a draft, where it knows of the token before. It names what a layer in the middle does."""
+        if self.block is None or not state.can_draft:
+            return
+        with self._preparing():
+            for rows, there in self.block.replays.items():
+                places, layer = self._places(state.tokens + 1 - rows, rows), self.trace.ids.shape[1] // 2
+                there.ids.copy_(ids_of(self.trace, places, Named.TRACED)[layer : layer + 1])
+                there.x.copy_(self._x(places)[layer : layer + 1])
+        self.block.head.logits([state], [id_])
+
+    def _places(self, tokens: int, rows: int) -> list[int]:
+        first = tokens - self.begin
+        return [place % self.trace.tokens for place in range(first, first + rows)]
+
+    def _x(self, places: list[int]) -> Tensor:
+        return self.trace.x[[place % len(self.trace.x) for place in places], :, 0].transpose(0, 1)
+
+    @contextmanager
+    def _preparing(self) -> Iterator[None]:
         synchronise()  # what is still queued is the network's
         begun = time.perf_counter()
-        there = self.replays[rows]
-        there.ids.copy_(self.trace.ids[places, :, 0].transpose(0, 1))
-        if self.nothing:
-            there.x.fill_(torch.nan)  # no expert has anything to compute
-        else:
-            there.x.copy_(self.trace.x[[place % len(self.trace.x) for place in places], :, 0].transpose(0, 1))
+        yield
         synchronise()
         self.preparing_s += time.perf_counter() - begun
-        return self.model.forward(segments, give_way)
 
 
 def synchronise() -> None:
@@ -134,10 +163,12 @@ class Answers:
         """`computed`: experts since the start."""
         self.network, self.state, self.settle, self.computed = network, state, settle, computed
 
-    def say(self, tokens: int, sums: Sums, answer: Seq[int] = (), share: float | None = None) -> list[int]:
-        """Its ids; with `share` drafts of `answer` are tried."""
+    def say(
+        self, tokens: int, sums: Sums, answer: Seq[int] = (), share: float | None = None, own: bool = False
+    ) -> list[int]:
+        """Its ids; with `share` drafts of `answer` are tried; `own`: and the block is asked for each."""
         self.clear()
-        sources = [] if share is None else [Told(answer, share)]
+        sources = [] if share is None else [Told(answer, share, self.network.ask if own else None)]
         speculation = Speculation(sources, self.settle, always=True)
         sequence = Answering(Request("bench", (0,), tokens + 1), lambda event: None)
         sequence.state = self.state
@@ -148,13 +179,15 @@ class Answers:
             said.append(int(logits.argmax()))
             sequence.accept(said[-1])
 
-        computed, prepared, begun = self.computed(), self.network.preparing_s, time.perf_counter()
+        computed, prepared, inside = self.computed(), self.network.preparing_s, self.network.network_s
+        begun = time.perf_counter()
         while len(said) <= tokens:
             for one, segment, logits in speculation.forward(network, [sequence], lambda: False):
                 speculation.take(one, segment, logits, sample)
             sums.steps += 1
         synchronise()
         sums.seconds += time.perf_counter() - begun - (self.network.preparing_s - prepared)
+        sums.network_s += self.network.network_s - inside
         sums.tokens += tokens
         sums.experts += self.computed() - computed
         for judged in speculation.judgements.values():
@@ -162,21 +195,29 @@ class Answers:
             sums.right += judged.accepted
         return said
 
-    def idle_ms(self) -> float:
-        """Of a step of one row whose experts have nothing to compute: dense weights and hand-off."""
-        self.network.nothing = True
-        times = []
-        for _ in range(IDLE_STEPS):
-            self.clear()
-            prepared, begun = self.network.preparing_s, time.perf_counter()
-            self.network.forward([Segment(self.state, [0])])
-            times.append(time.perf_counter() - begun - (self.network.preparing_s - prepared))
-        self.network.nothing = False
+    def step_ms(self, rows: int, named: Named, place: int) -> float:
         self.clear()
-        return statistics.median(times) * 1e3
+        self.state.ids += [0] * place
+        self.network.named, inside = named, self.network.network_s
+        self.network.forward([Segment(self.state, [0], drafts=(1,) * (rows - 1))])
+        self.settle(self.state, 0)
+        self.network.named = Named.TRACED
+        found = (self.network.network_s - inside) * 1e3
+        self.clear()
+        return found
+
+    def settle_ms(self) -> float:
+        self.clear()
+        self.network.forward([Segment(self.state, [0], drafts=(1,))])
+        synchronise()
+        begun = time.perf_counter()
+        self.settle(self.state, 1)
+        synchronise()
+        return (time.perf_counter() - begun) * 1e3
 
     def clear(self) -> None:
         self.state.ids = [0] * self.network.begin
+        self.state.followed = None
         self.state.conv.zero_()
         self.state.ssm.zero_()
         synchronise()
@@ -203,7 +244,8 @@ def run(args: argparse.Namespace) -> int:
             stack.enter_context(Ballast(args.free_mib))
         usable_device()
         if args.free_mib:
-            wanted = Wanted(1, args.context + args.tokens + 2, joined=True, drafts=True)
+            head_bytes = head_weight_bytes(store.config, read_layout(args.store / DRAFT)) if store.draft_file else 0
+            wanted = Wanted(1, args.context + args.tokens + 2, joined=True, drafts=True, head_bytes=head_bytes)
             budget_bytes = torch.cuda.mem_get_info()[0] + CONTEXT_BYTES
             print(require(store.config, stored_layout(args.store), wanted, budget_bytes), flush=True)
         found = measured(store, made_up(store.config, args.tokens + 2), args, stack)
@@ -233,6 +275,7 @@ def made_up(config: ModelConfig, tokens: int) -> Trace:
 def measured(store: Store, trace: Trace, args: argparse.Namespace, stack: ExitStack) -> Measured:
     config, device = store.config, torch.device("cuda")
     slots = filled(store, trace, stack)
+    processor = processor_us(slots.host, trace)
     reading = ReadRates(slots)
     link_gb_s, together_gb_s = reading.copy(), reading.together()
     del reading
@@ -240,33 +283,50 @@ def measured(store: Store, trace: Trace, args: argparse.Namespace, stack: ExitSt
     weights = DeviceWeights.load(store.dense(), config, device)
     weights.embeddings.read_through()
     context = args.context + args.tokens + 2
-    pool = DevicePool(config, device, places=1, pages=pages_for(context), drafts=True)
+    pool = DevicePool(
+        config, device, places=1, pages=pages_for(context), drafts=True, head=store.draft_file is not None
+    )
     layers, top_k = len(config.moe_layers), config.experts_per_token
-    replays = {
-        rows: Replay(
-            torch.zeros(layers, rows, top_k, dtype=torch.int32, device=device),
-            torch.zeros(layers, rows, config.latent_size, device=device),
-        )
-        for rows in ROWS
-    }
-    first_share = top_k * together_gb_s[1] / sum(together_gb_s)
+
+    def replays(layers: int) -> dict[int, Replay]:
+        return {
+            rows: Replay(
+                torch.zeros(layers, rows, top_k, dtype=torch.int32, device=device),
+                torch.zeros(layers, rows, config.latent_size, device=device),
+            )
+            for rows in ROWS
+        }
+
+    placement = Placement(first_share=top_k * together_gb_s[1] / sum(together_gb_s))
     model = DeviceModel(
         weights, pool, slots, rows=ROWS, context_tokens=context, chunk_tokens=0,
-        placement=Placement(first_share=first_share), replays=replays,
+        placement=placement, replays=(of_model := replays(layers)),
     )  # fmt: skip
     stack.callback(model.close)
+    block = None
+    if (draft := store.draft()) is not None:
+        of_block = replays(1)
+        head = HeadWeights.load(draft, weights, device)
+        model.head = DeviceHead(head, pool, slots, context, placement, replays=of_block)
+        scratch = model.new_state(ROWS[-1])
+        for decoder in model.head.decoders:
+            decoder.compile([scratch] * decoder.rows)
+            decoder.capture()
+        scratch.release()
+        block = Block(model.head, of_block)
     state = mid_dialog(weights, pool, context)
-    network = Replayed(model, replays, trace, args.context - 1)
+    network = Replayed(model, of_model, trace, args.context - 1, block)
     answers = Answers(network, state, model.settle, lambda: experts_computed(model))
     print("ready", flush=True)
     dense = stored_layout(args.store)
     shape = replace(
         shape_of(config, dense_bytes(config, dense)), dense_bytes=token_bytes(config, dense, context, "bf16")
     )
-    plain, drafted = in_turns(answers, args.right, args.tokens, args.rounds)
+    plain, drafted, own = in_turns(answers, args.right, args.tokens, args.rounds, block is not None)
+    parts = draft_parts.measured(answers, args.tokens)
     found = Measured(
-        shape, block_bytes(config, dense), state_bytes(config), trace.repeated(), answers.idle_ms(), link_gb_s,
-        together_gb_s, plain, drafted,
+        shape, block_bytes(config, dense), state_bytes(config), trace.repeated(), parts, processor, link_gb_s,
+        together_gb_s, plain, drafted, own,
     )  # fmt: skip
     state.release()
     return found
@@ -280,10 +340,14 @@ def experts_computed(model: DeviceModel) -> int:
 def filled(store: Store, trace: Trace, stack: ExitStack) -> SharedSlots:
     """Slots for the experts that the trace names, all there."""
     named = [torch.unique(trace.ids[:, layer]).int().view(1, -1) for layer in range(trace.ids.shape[1])]
+    if store.draft_file is not None:
+        named.append(named[len(named) // 2])  # as Replayed.ask has it
     drive = EmulatedDrive(np.fromfile(store.experts_path, np.uint8), gb_s=FILLED_GB_S)
     count = sum(ids.numel() for ids in named)
     workers = Workers(default_threads(), AWAKE_US)
-    host = Host(catalog(store), workers, slots=count, readers=READERS, drives=[drive])
+    host = Host(
+        catalog(store, drafts=store.draft_file is not None), workers, slots=count, readers=READERS, drives=[drive]
+    )
     stack.callback(host.close)
     shared = SharedSlots(host)
     stack.callback(shared.close)
@@ -293,15 +357,18 @@ def filled(store: Store, trace: Trace, stack: ExitStack) -> SharedSlots:
     return shared
 
 
-def in_turns(answers: Answers, shares: Seq[float], tokens: int, rounds: int) -> tuple[Sums, dict[float, Sums]]:
-    """Without drafts and with each share, again and again. What comes first warms up, and is not counted. Raises
-    DraftError."""
+def in_turns(
+    answers: Answers, shares: Seq[float], tokens: int, rounds: int, block: bool = False
+) -> tuple[Sums, dict[float, Sums], dict[float, Sums]]:
+    """Without drafts and with each share, again and again; with `block` also with its own drafts' cost. What comes
+    first warms up, and is not counted. Raises DraftError."""
     expected = answers.say(tokens, Sums())
-    answers.say(tokens, Sums(), expected, 0.5)
-    plain, drafted = Sums(), {share: Sums() for share in shares}
+    answers.say(tokens, Sums(), expected, 0.5, block)
+    plain, drafted, own = Sums(), {share: Sums() for share in shares}, {share: Sums() for share in shares if block}
     for _ in range(rounds):
         for share in (None, *shares):
-            said = answers.say(tokens, plain if share is None else drafted[share], expected, share)
-            if said != expected:
-                raise DraftError(f"the answer is another one with {share or 0:.0%} of drafts right")
-    return plain, drafted
+            for asked in (False, True) if block and share is not None else (False,):
+                sums = plain if share is None else own[share] if asked else drafted[share]
+                if answers.say(tokens, sums, expected, share, asked) != expected:
+                    raise DraftError(f"the answer is another one with {share or 0:.0%} of drafts right")
+    return plain, drafted, own

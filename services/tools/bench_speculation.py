@@ -11,7 +11,6 @@ Owns the measurement; the questions are made up here.
 
 import argparse
 import os
-import random
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from services.engine.scheduler import Scheduler
 from services.engine.sequence import Sequence
 from services.engine.speculation import Speculation
 from services.tools import figures
+from services.tools.told_drafts import DraftError, Told
 
 FORMS = (
     "What is {}?",
@@ -62,12 +62,6 @@ TOLD, TOP_P = "told", 0.95
 PLAIN, OWN, FORGETFUL, LIKELIEST = "without", "mtp", "mtp, nothing of the prompt", "mtp, the likeliest"
 
 
-class DraftError(Exception):
-    """Drafts have changed what was said, or cannot be had. The message says which."""
-
-    code = "bench_speculation"
-
-
 @dataclass
 class Sums:
     """Of one way to answer, behind the first tokens."""
@@ -90,21 +84,6 @@ class Sums:
     @property
     def right(self) -> float:
         return self.accepted / self.drafted if self.drafted else 0.0
-
-
-class Told:
-    """Drafts of one who knows the answer, right in a given share of cases."""
-
-    kind, costly = "mtp", False
-
-    def __init__(self, share: float) -> None:
-        self.answer: list[int] = []
-        self._share, self._random = share, random.Random(0)
-
-    def draft(self, sequences: Seq[Sequence]) -> list[int | None]:
-        (sequence,) = sequences
-        right = self.answer[sequence.generated_tokens]
-        return [right if self._random.random() < self._share else right ^ 1]
 
 
 class Likeliest:
@@ -207,9 +186,7 @@ class Rig:
                 LIKELIEST: [Likeliest(self.head)],
             }
         for share in shares:
-            told = Told(share)
-            told.answer = answer
-            found[f"{TOLD}, {100 * share:g} % right"] = [told]
+            found[f"{TOLD}, {100 * share:g} % right"] = [Told(answer, share)]
         return found
 
     def answer(self, request: Request, sources: Seq[Source], sums: Sums, forgets: bool = False) -> list[int]:

@@ -60,8 +60,8 @@ CARDS = {
 
 @dataclass(frozen=True)
 class Box:
-    """A machine. GB are 10^9 bytes. `cpu_gb_s`: expert bytes by the processor's kernels. `late_us`: predict.py's Rates.
-    `measured`: it was, here."""
+    """A machine. GB are 10^9 bytes. `cpu_gb_s`: expert bytes by the processor's kernels. `late_us` and `again`:
+    predict.py's Rates. `measured`: it was, here."""
 
     card: Card
     ram_gb: float
@@ -72,12 +72,16 @@ class Box:
     disk_gb_s: float
     measured: bool = False
     late_us: float = Rates.late_us
+    again: float = Rates.again
 
     @property
     def rates(self) -> Rates:
         """As the formula takes them: a step of experts does not get all that reading gets of RAM."""
         dram_gb_s = self.dram_gb_s / STEP_OVER_READING
-        return Rates(self.vram_gb_s, self.pcie_gb_s, self.cpu_gb_s, dram_gb_s, self.disk_gb_s, late_us=self.late_us)
+        return Rates(
+            self.vram_gb_s, self.pcie_gb_s, self.cpu_gb_s, dram_gb_s, self.disk_gb_s, late_us=self.late_us,
+            again=self.again,
+        )  # fmt: skip
 
     def with_rates(self, dram_gb_s: float, disk_gb_s: float) -> "Box":
         """The same box with another memory and disk. A faster memory is of use as far as the processor keeps up."""

@@ -17,6 +17,7 @@ from services.engine.experts.store import Store
 from services.engine.gpu import ledger as vram
 from services.engine.gpu.plan import CHUNKS
 from services.engine.model_config import ModelConfig
+from services.engine.state import state_bytes
 from services.tools import figures, measure
 from services.tools.draft_forecast import ACCEPTED, REPEATED, block_bytes, two_tokens
 from services.tools.forecast import Ours, Published, first_token, ours, published, upgrades
@@ -104,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     tokens = [(corner, one.token) for corner, one in zip(corners, found, strict=True)]
     for line in token_table(tokens):
         print(line)
-    for line in draft_lines(shape, corners[0], found[0], block_bytes(config, dense)):
+    for line in draft_lines(shape, corners[0], found[0], block_bytes(config, dense), state_bytes(config)):
         print(line)
     share = ram.cache_gb * GB / (shape.blocks * shape.block_bytes)
     for line in first_token_table(shape, corners, share, asked.chunk_tokens, tokens[0][1]):
@@ -247,9 +248,9 @@ def token_table(tokens: list[tuple[Box, Token]]) -> Iterator[str]:
         )
 
 
-def draft_lines(shape: Shape, machine: Box, one: Ours, draft_bytes: int) -> Iterator[str]:
-    """On the slowest of the machines, where a token without drafts is `one`."""
-    own, copied = (two_tokens(shape, machine, one.hits, size) for size in (draft_bytes, 0))
+def draft_lines(shape: Shape, machine: Box, one: Ours, draft_bytes: int, fixed_bytes: int) -> Iterator[str]:
+    """On the slowest of the machines, where a token without drafts is `one`. `fixed_bytes`: of a sequence's states."""
+    own, copied = (two_tokens(shape, machine, one.hits, size, fixed_bytes) for size in (draft_bytes, 0))
     yield (
         f"\nTwo tokens in a step, if {100 * REPEATED:.0f} % of a layer's experts come again: {own.two_ms:.1f} ms, "
         f"a draft of the model's own {own.draft_ms:.1f} ms"

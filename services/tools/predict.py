@@ -88,6 +88,8 @@ class Rates:
     `cpu_gb_s`: expert bytes by the processor's kernels, which may be the limit, not the memory. `dram_gb_s`: the most
     that processor and PCIe get from RAM together. `handoff_us`: a layer's, there and back. `late_us`: of a block
     that is missing, beside its bytes at the disk's rate: until the first one comes, and until the last are checked.
+    `again`: of the processor's time for an expert, what a second token of the same expert adds, where no memory is
+    waited for: its sums are made anew, its codes are unpacked once.
     """
 
     vram_gb_s: float
@@ -97,6 +99,7 @@ class Rates:
     disk_gb_s: float
     handoff_us: float = 20.0
     late_us: float = 150.0  # of a table: 100 of a drive, the rest checks 0.4 MB at 8 GB/s
+    again: float = 0.5
 
     def expert_gb_s(self, method: Method) -> float:
         match method:

@@ -13,6 +13,7 @@ import fcntl
 import os
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from mmap import mmap
@@ -26,14 +27,15 @@ import xxhash
 from kernels.block import PAGE
 from services.engine.errors import DiskError
 from services.engine.experts import store as layout
-from services.engine.experts.store import Block, DenseFile, Store
+from services.engine.experts.store import Block, DenseFile, DraftFile, Store
+from services.engine.gpu.ledger import Layout
 from services.engine.model_config import ModelConfig
 from services.engine.tensorfile import DTYPES, header_bytes, write_file
 from services.tools.demo import CHECKPOINT
 from services.tools.progress import Progress
 from services.tools.synthetic_blocks import DISTINCT, SyntheticBlocks
 from services.tools.synthetic_dense import RandomDense
-from services.tools.synthetic_shapes import RECIPES, SHAPES, Recipe, dense_layout
+from services.tools.synthetic_shapes import RECIPES, SHAPES, Recipe, dense_layout, draft_layout
 
 PHYSICAL = 2561  # 7.9 GB of Super's blocks; odd, so that the same expert of two layers is not the same block
 SCALE = float(np.float32(1e-4))  # of every block's `up` and `down`
@@ -49,14 +51,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--physical", type=int, default=PHYSICAL, help=f"expert blocks in the file (default {PHYSICAL}, or all if less)"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--block", action="store_true", help="with a multi-token-prediction block, in BF16 as published"
+    )
     parser.add_argument("--replace", action="store_true", help="replace another finished synthetic store that is there")
 
 
 def run(args: argparse.Namespace) -> int:
     begun = time.monotonic()
-    store = synthesise(args.folder, args.shape, args.recipe, args.physical, args.seed, args.replace)
+    store = synthesise(args.folder, args.shape, args.recipe, args.physical, args.seed, args.replace, args.block)
     size = store.experts_path.stat().st_size + store.dense_file.size_bytes
-    experts = sum(map(len, store.blocks))
+    size += store.draft_file.file.size_bytes if store.draft_file else 0
+    experts = sum(map(len, store.layers))
     print(
         f"{args.folder}: SYNTHETIC store, shape {args.shape}, random weights; {experts} experts are "
         f"{store.physical_blocks} blocks on the disk; {size / 1e9:.2f} GB in {time.monotonic() - begun:.1f} s"
@@ -65,11 +71,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def synthesise(
-    folder: Path, shape: str, recipe: Recipe = "3.5", physical: int = PHYSICAL, seed: int = 0, replace: bool = False
+    folder: Path,
+    shape: str,
+    recipe: Recipe = "3.5",
+    physical: int = PHYSICAL,
+    seed: int = 0,
+    replace: bool = False,
+    block: bool = False,
 ) -> Store:
-    """Make, or just open, the synthetic store. Raises DiskError: no space, another store there, too few blocks."""
+    """Make, or just open, the synthetic store; `block`: with one that drafts, its experts behind the others. Raises
+    DiskError: no space, another store there, too few blocks."""
     config = SHAPES[shape]
-    experts = len(config.moe_layers) * config.experts
+    experts = (len(config.moe_layers) + block) * config.experts
     physical = min(physical, experts)
     if physical < config.experts:
         raise DiskError(f"--physical {physical}: a layer has {config.experts} experts, give at least as many blocks")
@@ -80,6 +93,7 @@ def synthesise(
         "recipe": recipe,
         "physical_blocks": physical,
         "seed": seed,
+        **({"block": True} if block else {}),
     }
     if (folder / layout.MANIFEST).exists():
         there = Store.open(folder)
@@ -99,8 +113,16 @@ def synthesise(
 
 
 def _make(folder: Path, config: ModelConfig, recipe: Recipe, source: dict[str, Any]) -> None:
-    dense = dense_layout(config, recipe)
-    dense_bytes = sum(int(np.prod(shape, dtype=np.int64)) * DTYPES[dtype].itemsize for dtype, shape in dense.values())
+    layouts = {layout.DENSE: dense_layout(config, recipe)}
+    if "block" in source:
+        layouts[layout.DRAFT] = draft_layout(config)
+    else:
+        (folder / layout.DRAFT).unlink(missing_ok=True)  # of what was here before
+    dense_bytes = sum(
+        int(np.prod(shape, dtype=np.int64)) * DTYPES[dtype].itemsize
+        for tensors in layouts.values()
+        for dtype, shape in tensors.values()
+    )
     physical, seed = source["physical_blocks"], source["seed"]
     expert_bytes = physical * config.block.block_bytes
     free = shutil.disk_usage(folder).free
@@ -109,27 +131,41 @@ def _make(folder: Path, config: ModelConfig, recipe: Recipe, source: dict[str, A
         raise DiskError(f"{folder}: {needed:.1f} GB needed, {free / 1e9:.1f} GB free; lower --physical or free space")
     progress = Progress("synth", dense_bytes + expert_bytes)
     checksums = _write_experts(folder / layout.EXPERTS, config, physical, seed, progress)
-    start, order = header_bytes(dense)
-    values = RandomDense(dense, seed)
-    with DirectFile(folder / layout.DENSE) as file:
-        file.append(np.frombuffer(start, np.uint8))
-        for name in order:
-            for piece in values.pieces(name):
-                file.append(piece)
-            progress.update(expert_bytes + file.size_bytes)
+    files: list[DenseFile] = []
+    written = expert_bytes
+    for number, (name, tensors) in enumerate(layouts.items()):
+
+        def wrote(size_bytes: int, before: int = written) -> None:
+            progress.update(before + size_bytes)
+
+        files.append(_write_dense(folder / name, tensors, seed + number, wrote))
+        written += files[-1].size_bytes
     progress.close()
-    block_bytes = config.block.block_bytes
+    block_bytes, layers = config.block.block_bytes, len(config.moe_layers)
     blocks = [
         [Block(key % physical * block_bytes, checksums[key % physical], SCALE, SCALE) for key in range(first, last)]
-        for first, last in ((i * config.experts, (i + 1) * config.experts) for i in range(len(config.moe_layers)))
+        for first, last in ((i * config.experts, (i + 1) * config.experts) for i in range(layers + len(files) - 1))
     ]
+    draft = DraftFile(files[1], tuple(blocks[layers])) if len(files) > 1 else None
     for name in layout.TEXT_FILES:  # the demo's: good enough to talk to random weights
         if (CHECKPOINT / name).exists() and config.vocab_size >= SHAPES["small"].vocab_size:
             shutil.copyfile(CHECKPOINT / name, folder / name)
     unfinished = folder / f"{layout.MANIFEST}.part"
-    manifest = layout.manifest_bytes(config, blocks, DenseFile(file.size_bytes, file.digest), source)
+    manifest = layout.manifest_bytes(config, blocks[:layers], files[0], source, draft=draft)
     write_file(unfinished, [manifest])
     os.replace(unfinished, folder / layout.MANIFEST)
+
+
+def _write_dense(path: Path, tensors: Layout, seed: int, wrote: Callable[[int], None]) -> DenseFile:
+    start, order = header_bytes(tensors)
+    values = RandomDense(tensors, seed)
+    with DirectFile(path) as file:
+        file.append(np.frombuffer(start, np.uint8))
+        for name in order:
+            for piece in values.pieces(name):
+                file.append(piece)
+            wrote(file.size_bytes)
+    return DenseFile(file.size_bytes, file.digest)
 
 
 def _write_experts(path: Path, config: ModelConfig, physical: int, seed: int, progress: Progress) -> list[int]:

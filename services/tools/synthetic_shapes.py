@@ -9,7 +9,7 @@ from typing import Literal
 
 from services.engine.gpu.ledger import Layout
 from services.engine.model_config import LAYER_WORDS, ModelConfig
-from services.engine.weights import Format, Shape, dense_tensors
+from services.engine.weights import Format, Shape, dense_tensors, draft_tensors
 
 Recipe = Literal["3.5", "3-fp8"]
 
@@ -73,6 +73,17 @@ def linear_format(name: str, recipe: Recipe) -> Format:
     if part in ("shared_experts.up_proj", "shared_experts.down_proj", "lm_head"):
         return "W4A16_NVFP4" if recipe == "3.5" else "FP8"
     return "FP8" if recipe == "3-fp8" and part.endswith("_latent_proj") else "BF16"
+
+
+def draft_layout(config: ModelConfig) -> Layout:
+    """Every tensor of the multi-token-prediction block's file, in BF16 as it is published."""
+    expected = draft_tensors(config)
+    layout: dict[str, tuple[str, Shape]] = {
+        f"{name}.weight": ("BF16", shape) for name, shape in expected.linears.items()
+    }
+    return layout | {
+        name: ("F32" if name.endswith("correction_bias") else "BF16", shape) for name, shape in expected.plain.items()
+    }
 
 
 def dense_layout(config: ModelConfig, recipe: Recipe = "3.5") -> Layout:

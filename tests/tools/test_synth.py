@@ -11,8 +11,10 @@ import torch
 import xxhash
 
 from services.engine.errors import DiskError, StoreError
-from services.engine.experts.store import DENSE, Store
+from services.engine.experts.store import DENSE, DRAFT, Store
 from services.engine.experts.streamer import PythonExperts
+from services.engine.gpu.ledger import head_weight_bytes, read_layout
+from services.engine.gpu.weights import DeviceWeights, HeadWeights
 from services.engine.load import served_name
 from services.engine.model import Model, Segment
 from services.engine.pages import PagePool
@@ -187,3 +189,22 @@ def test_the_command_says_synthetic(tmp_path: Path, capsys: pytest.CaptureFixtur
     printed = capsys.readouterr().out
     assert "SYNTHETIC store, shape small, random weights; 96 experts are 40 blocks" in printed
     assert read_header(tmp_path / "store" / DENSE).keys() == dense_layout(SMALL).keys()
+
+
+def test_a_block_that_drafts_is_one_more_layer_if_asked_for(made: Store, tmp_path: Path) -> None:
+    store = synth.synthesise(tmp_path / "store", "small", physical=PHYSICAL, block=True)
+    assert [len(layer) for layer in store.layers] == [32] * 4
+    assert store.fingerprint == made.fingerprint, "the model is the same with and without"
+    store.check_dense()
+    store.read_block(3, 31)
+    dense = DeviceWeights.load(store.dense(), store.config, torch.device("cpu"))
+    draft = store.draft()
+    assert draft is not None
+    head = HeadWeights.load(draft, dense, torch.device("cpu"))
+    assert head.eh_proj.format == "BF16"
+    assert head.network.size_bytes == head_weight_bytes(SMALL, read_layout(store.folder / DRAFT))
+    assert synth.synthesise(store.folder, "small", physical=PHYSICAL, block=True).draft_file == store.draft_file
+    with pytest.raises(DiskError, match="another finished store"):
+        synth.synthesise(store.folder, "small", physical=PHYSICAL)
+    assert synth.synthesise(store.folder, "small", physical=PHYSICAL, replace=True).draft_file is None
+    assert not (store.folder / DRAFT).exists()

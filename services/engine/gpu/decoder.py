@@ -91,7 +91,7 @@ class Decoder:
         self.token = (
             Token(weights, pool, step, self.turns, context_tokens, placement.whole_groups, replay)
             if head is None
-            else HeadToken(head, pool, step, self.turns, context_tokens)
+            else HeadToken(head, pool, step, self.turns, context_tokens, replay)
         )
         self.late = 0  # how often a token had to go on
         self.spent = Spent()

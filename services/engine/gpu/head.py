@@ -7,7 +7,7 @@ are missing (a prompt was swept, drafts of another kind were right, none were as
 not know costs right drafts and no word.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from services.engine.gpu.decoder import Decoder, Placement, Row
 from services.engine.gpu.head_token import HeadToken
 from services.engine.gpu.ledger import HEAD_ROWS, HIDDEN_STATES
 from services.engine.gpu.memory import DevicePool, DeviceState, Followed
+from services.engine.gpu.token import Replay
 from services.engine.gpu.weights import HeadWeights
 from services.engine.state import State
 from services.engine.vision.ids import FIRST
@@ -44,14 +45,18 @@ class DeviceHead:
         context_tokens: int,
         placement: Placement,
         told: Callable[[str], str] = str,
+        replays: Mapping[int, Replay] | None = None,
     ) -> None:
-        """`told`: as DeviceModel's."""
+        """`told` and `replays`, of one layer: as DeviceModel's."""
         self.told = told
         self.decoders: list[Decoder] = []
         hidden = weights.network.config.hidden_size
         self.hidden = torch.zeros(len(pool.conv), HIDDEN_STATES, hidden, device=pool.conv.device)
         for rows in HEAD_ROWS:
-            self.decoders.append(Decoder(weights.network, pool, slots, rows, context_tokens, placement, head=weights))
+            replay = (replays or {}).get(rows)
+            self.decoders.append(
+                Decoder(weights.network, pool, slots, rows, context_tokens, placement, replay, head=weights)
+            )
 
     def see(self, state: DeviceState, x: Tensor) -> None:
         """The network's last state of the id that comes next in `state`, float32 [hidden] in octet order."""

@@ -13,7 +13,7 @@ from kernels.experts.device.turns import Turns
 from kernels.linear.gpu import linear
 from kernels.norm.gpu import rms_norm
 from services.engine.gpu.memory import DevicePool
-from services.engine.gpu.token import Token
+from services.engine.gpu.token import Replay, Token
 from services.engine.gpu.weights import HeadWeights
 
 
@@ -22,9 +22,15 @@ class HeadToken(Token):
     ahead of each launch."""
 
     def __init__(
-        self, head: HeadWeights, pool: DevicePool, step: ExpertStep, turns: Turns, context_tokens: int
+        self,
+        head: HeadWeights,
+        pool: DevicePool,
+        step: ExpertStep,
+        turns: Turns,
+        context_tokens: int,
+        replay: Replay | None = None,
     ) -> None:
-        super().__init__(head.network, pool, step, turns, context_tokens)
+        super().__init__(head.network, pool, step, turns, context_tokens, replay=replay)
         config, rows, device = head.network.config, step.tokens, pool.conv.device
         self.head = head
         self.first_attention, self.first_moe = len(config.attention_layers), len(config.moe_layers)

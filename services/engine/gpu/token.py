@@ -205,7 +205,7 @@ class Token:
         else:
             if self.replay.before_post is not None:
                 self.replay.before_post()
-            self.turns.post(index, self.replay.ids[index], self.replay.x[index])
+            self.turns.post(self.first_moe + index, self.replay.ids[index], self.replay.x[index])
         linear(self.x, layer.shared_up, self.shared, "relu2", layer.norm)
         linear(self.shared, layer.shared_down, self.x, "add", stop=self.turns.stop)
 
