@@ -35,7 +35,7 @@ CHUNK = 32  # drawings that come at once
 LEAST = 512  # drawings that there must be before any is learnt from
 KNOWN_STEPS = 40  # between two looks at what is known
 SAVE_S, TELL_S = 45.0, 10.0
-LONGEST_STEP_S, LONGEST_COMPILING_S = 3.0, 120.0  # more is no time of the run: it was stopped
+LONGEST_STEP_S, LONGEST_COMPILING_S = 3.0, 120.0  # on a GPU; more is no time of the run: it was stopped
 ALIKE = 0.3  # cosine of gradients as a graph and without: other grain on the pictures, but the same pictures
 Say = Callable[[str], None]
 Told = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -146,7 +146,7 @@ class Training:
         before = getattr(done, f"{stage}_s")
         if before >= seconds > 0:
             return
-        clock = Clock(LONGEST_STEP_S)
+        clock = Clock(LONGEST_STEP_S if self._half else math.inf)
         rows = self._options.batch if stage == "tower" else self._options.words
         known, all_alike = [0.0] * len(LESSONS), [1.0] * len(LESSONS)
         step: Step = partial(self._step, stage=stage)
