@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +34,8 @@ from services.engine.errors import (
     StepError,
     StoppingError,
     UnsupportedError,
+    as_engine_error,
+    of_the_device,
 )
 from services.engine.exchange import Lent
 from services.engine.experts.streamer import Experts
@@ -179,7 +182,7 @@ class Engine:
             self._serve()
         except BaseException as error:
             log.critical("the engine has failed and stops", exc_info=error)
-            failure = error
+            failure = as_engine_error(error) if isinstance(error, Exception) and of_the_device(error) else error
         if failure is None:
             self._end_all(StoppingError("the engine has stopped: ask again in a moment, or ask another one"))
         elif isinstance(failure, DeviceError):
@@ -237,7 +240,7 @@ class Engine:
             self._inbox.clear()
         self._looks.end(error)
         for sequence in [*self._scheduler.sequences, *left]:
-            with self._scheduler.at_the_cost_of():
+            with suppress(DeviceError), self._scheduler.at_the_cost_of():
                 self._scheduler.drop(sequence, error)
         self._scheduler.publish()
 

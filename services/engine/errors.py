@@ -137,9 +137,17 @@ class StoppingError(EngineError):
     code = "engine_stopping"
 
 
+def of_the_device(error: BaseException) -> bool:
+    """Whether it says that nothing works on the GPU any more, wherever it was raised: torch's own kind, or Triton's,
+    which has none but words. Memory that ran out there is neither."""
+    return type(error).__name__ == "AcceleratorError" or str(error).startswith("Triton Error [CUDA]")
+
+
 def as_engine_error(error: Exception) -> EngineError:
     """What a client is told of an exception that no client can have caused."""
     if isinstance(error, EngineError):
         return error
+    if of_the_device(error):
+        return DeviceError(f"the GPU has failed: {error}")
     said = f"{type(error).__name__}: {error}"
     return StepError(f"the engine failed in this request ({said}): its log says more, ask again")

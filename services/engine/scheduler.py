@@ -115,10 +115,11 @@ class Scheduler:
                 self.drop(sequence, CancelledError("the request was cancelled by its client"))
         except Exception as error:
             log.exception("failed: requests %s", [sequence.request.request_id[:64] for sequence in sequences])
+            told = as_engine_error(error)
             for sequence in sequences:
-                self.drop(sequence, as_engine_error(error))
-            if isinstance(error, DeviceError):
-                raise  # nothing else can run either
+                self.drop(sequence, told)
+            if isinstance(told, DeviceError):
+                raise told from None  # nothing else can run either
 
     def add(self, sequence: Sequence) -> None:
         (self.idle if sequence.request.idle else self.waiting).append(sequence)

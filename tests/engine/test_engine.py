@@ -2,14 +2,18 @@
 
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 from toy_engine import INFO, Call, Gate, answer, toy
 
 from services.engine.errors import (
     CancelledError,
     ContextError,
+    DeviceError,
+    EngineError,
     IdsError,
     PositionError,
     QueueFullError,
@@ -135,8 +139,9 @@ def test_a_waiting_request_can_be_cancelled_and_its_neighbours_go_on() -> None:
         (StoreError("block 7: the checksum does not match"), StoreError, "block 7"),
         (RuntimeError("out of luck"), StepError, r"RuntimeError: out of luck\): its log says more"),
         (MemoryError(), StepError, "MemoryError"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB"), StepError, "CUDA out of memory"),
     ],
-    ids=["named", "foreign", "memory"],
+    ids=["named", "foreign", "memory", "graphics memory"],
 )
 def test_a_failed_step_costs_its_requests_only(error: Exception, kind: type[Exception], message: str) -> None:
     """The prompt's chunk fails; the answer beside it goes on, and the next request is served."""
@@ -157,6 +162,67 @@ def test_a_failed_step_costs_its_requests_only(error: Exception, kind: type[Exce
         assert good.finish()
         assert good.tokens == answer(list(PROMPT), 40)
         assert t.ask(GOOD).finish()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DeviceError("the GPU has failed: x"),
+        torch.AcceleratorError("CUDA error: unspecified launch failure"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    ],
+    ids=["named", "torch", "triton"],
+)
+@pytest.mark.parametrize("where", ["a step", "letting go", "beside the steps"])
+def test_a_gpu_that_fails_anywhere_ends_the_engine_which_says_so(
+    error: Exception, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process starts again then. Everybody is told, whatever else fails meanwhile."""
+
+    def fail(*args: object) -> None:
+        raise error
+
+    with toy(sound=False) as t:
+        gate = Gate()
+        t.model.before = gate
+        calls = [t.ask(GOOD) for _ in range(4)]
+        gate.hold(1)
+        if where == "a step":
+            t.model.before = fail
+        elif where == "letting go":
+            monkeypatch.setattr(t.scheduler, "drop", dropping(t.scheduler.drop, error))
+            calls[0].handle.cancel()
+        else:
+            monkeypatch.setattr(t.scheduler, "publish", once(t.scheduler.publish, error))
+        gate.open()
+        told = [call.fail().error for call in calls]
+        assert isinstance(t.engine.ended.exception(timeout=60), DeviceError)
+        assert all(isinstance(one, DeviceError | StoppingError | CancelledError) for one in told)
+        assert any("GPU has failed" in str(one) for one in told)
+        with pytest.raises(StoppingError):
+            t.ask(GOOD)
+
+
+def once(call: Callable[[], None], error: Exception) -> Callable[[], None]:
+    """Fails the first time."""
+    left = [error]
+
+    def run() -> None:
+        if left:
+            raise left.pop()
+        call()
+
+    return run
+
+
+def dropping(drop: Callable[..., None], error: Exception) -> Callable[..., None]:
+    """Lets go of it, and fails, as what frees a GPU's memory does there."""
+
+    def run(sequence: object, told: EngineError) -> None:
+        drop(sequence, told)
+        raise error
+
+    return run
 
 
 def test_a_failed_decode_step_costs_all_in_it() -> None:

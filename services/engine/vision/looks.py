@@ -8,7 +8,7 @@ from threading import Lock
 
 from torch import Tensor
 
-from services.engine.errors import DeviceError, EngineError, StepError
+from services.engine.errors import DeviceError, EngineError, StepError, as_engine_error, of_the_device
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +52,10 @@ class Looks:
             except StopIteration as ended:
                 _settle(done, ended.value, None)
             except Exception as error:
-                named = (
-                    error if isinstance(error, EngineError) else StepError(f"a picture could not be read: {error!r}")
-                )
+                known = isinstance(error, EngineError) or of_the_device(error)
+                named = as_engine_error(error) if known else StepError(f"a picture could not be read: {error!r}")
                 _settle(done, None, named)
-                lost = error if isinstance(error, DeviceError) else None
+                lost = named if isinstance(named, DeviceError) else None
         work.close()
         self._waiting.popleft()
         self._begun = False
