@@ -27,15 +27,14 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import triton
 
 from kernels.experts.device.turns import SharedSlots
 from kernels.experts.host.binding import PIECE_BYTES, Host
@@ -50,9 +49,10 @@ from services.engine.gpu.open import AWAKE_US, usable_device
 from services.engine.gpu.weights import DeviceWeights
 from services.engine.model_config import ModelConfig
 from services.engine.pages import pages_for
-from services.tools import figures, measure
+from services.tools import measure
 from services.tools.cells import Cells, Value
 from services.tools.decode_rig import READERS, mid_dialog
+from services.tools.disk_report import HEADING, REPLY_TOKENS, Found, tell, tell_errors, tell_restart
 from services.tools.disk_tokens import (
     CONTEXT_TOKENS,
     HIT_EXPERTS,
@@ -75,52 +75,9 @@ from services.tools.traces.generators import generate
 from services.tools.traces.kept import without_hottest
 from services.tools.traces.steady import first_tokens, steady
 
-HEADING = (
-    f"{'method':<20}{'in RAM':>7}{'GB/s':>6}{'idle':>7}{'all hits':>9}{'a read':>8}{'late us':>8}{'planned':>9}"
-    f"{'wrong':>7}{'ms':>8}{'tok/s':>7}{'misses':>8}{'needed':>8}{'waited':>8}{'hidden':>8}{'missing':>8}{'at most':>9}"
-    f"{'late':>6}"
-)
 FIRST_CASE_S = 120.0  # assumed; a later one takes no longer than the longest before it
 HIT_TOKENS, IDLE_TOKENS = 15, 9
-REPLY_TOKENS = 16  # after a restart
 HOME_CARD, HOME_GB_S = "rtx5060", 60.0
-
-
-@dataclass(frozen=True)
-class Found:
-    """Of a token, on average, in milliseconds. `idle_ms`: one that computes no expert; `hits_ms`: one without a miss;
-    `planned_ms`: from both and `reads`; `waited_ms`: of it the host had nothing to compute, while the GPU may have."""
-
-    idle_ms: float
-    hits_ms: float
-    reads: Reads
-    planned_ms: float
-    token_ms: float
-    drive: DriveReads
-    waited_ms: float
-    late: int
-
-    @property
-    def exposed_ms(self) -> float:
-        """What the token takes longer, for whatever reason that comes with its reads."""
-        return max(0.0, self.token_ms - self.hits_ms)
-
-    @property
-    def hidden(self) -> float:
-        return self.drive.hidden(self.exposed_ms)
-
-    @property
-    def hidden_of_missing(self) -> float:
-        return self.drive.hidden_of_missing(self.exposed_ms)
-
-    @property
-    def most_hidden(self) -> float:
-        """Were the drive never idle, and never waited for but for what it takes longer than the rest of a token."""
-        return min(1.0, self.hits_ms / self.drive.needed_ms) if self.drive.needed else 1.0
-
-    @property
-    def error(self) -> float:
-        return abs(self.planned_ms / self.token_ms - 1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -135,6 +92,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="S",
         help="after the first case of ours, read its experts for so long, and go on",
+    )
+    parser.add_argument(
+        "--hints", type=int, default=0, metavar="N", help="of a token's guesses (default: as the engine)"
     )
     parser.add_argument("--piece", type=int, default=PIECE_BYTES, metavar="BYTES", help="of a block, read at once")
     parser.add_argument("--vram", type=float, default=0.0, metavar="GB", help="for experts in the card's memory, too")
@@ -187,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
             found = measured(tokens, slots, args, disk, reads, home_ms)
             known = slots.host.resident()
         tell(args, way, share, disk, found)
-        if restart_s is not None and way in (OURS, HOME):
+        if restart_s is not None and way.name in (OURS.name, HOME.name):
             with host(store, memory, share, disk, way, args) as slots:
                 slots.host.warm(known)
                 until = time.monotonic() + restart_s
@@ -197,14 +157,16 @@ def run(args: argparse.Namespace) -> int:
             restart_s = None
         cells.finish(*cell, value=found.error)
         longest_s = max(longest_s, time.monotonic() - begun)
-    tell_errors(args, cells)
+    errors = [(way, cells.done(*case_name(args, share, disk, way))) for share, disk, way in cases(args)]
+    tell_errors(args, [(way, error) for way, error in errors if error is not None])
     return 0
 
 
 def cases(args: argparse.Namespace) -> list[tuple[float, float, Way]]:
     """Share in RAM, GB/s of the drive, method: first those that the plan is held against."""
     if args.home:
-        return [(share, disk, HOME) for share in args.share for disk in args.disk]
+        home = replace(HOME, placement=replace(HOME.placement, hints=args.hints))
+        return [(share, disk, home) for share in args.share for disk in args.disk]
     if args.quick:
         ends = ((min(args.share), min(args.disk)), (max(args.share), max(args.disk)))
         return [(share, disk, way) for share, disk in ends for way in (PLAIN, THEIRS)]
@@ -217,29 +179,7 @@ def cases(args: argparse.Namespace) -> list[tuple[float, float, Way]]:
 
 def case_name(args: argparse.Namespace, share: float, disk: float, way: Way) -> tuple[Value, ...]:
     options = (args.trace, args.warm, args.tokens, args.threads, args.piece, args.vram if way is VRAM else 0.0)
-    return (args.store.name, way.name, share, disk, *options)
-
-
-def tell_errors(args: argparse.Namespace, cells: Cells) -> None:
-    """Of all cases that are done, by runs before this one too."""
-    errors = [(way, cells.done(*case_name(args, share, disk, way))) for share, disk, way in cases(args)]
-    done = [(way, error) for way, error in errors if error is not None]
-    if not done:
-        return
-    found = [f"{100 * max(each):.1f} % in {len(each)} of {name}" for name, each in by_way(done)]
-    worst = max(error for _, error in done)
-    print(f"the plan was wrong by at most {100 * worst:.1f} % in {len(done)} cases: {', '.join(found)}")
-    if args.out:
-        note = (
-            f"synthetic, whole tokens on the GPU, emulated drive, {args.trace} routing, {len(done)} cases: "
-            f"{', '.join(found)}, torch {torch.__version__}, triton {triton.__version__}"
-        )
-        figures.append(args.out, "plan.error_max", worst, "", note)
-
-
-def by_way(errors: Sequence[tuple[Way, float]]) -> list[tuple[str, list[float]]]:
-    names = dict.fromkeys(way.name for way, _ in errors)
-    return [(name, [error for way, error in errors if way.name == name]) for name in names]
+    return (args.store.name, way.name, share, disk, *options, way.placement.hints)
 
 
 def carried_ms(folder: Path, config: ModelConfig) -> float:
@@ -250,13 +190,20 @@ def carried_ms(folder: Path, config: ModelConfig) -> float:
 
 
 def plan_ms(
-    routing: Routing, warm: int, slots: int, idle_ms: float, hits_ms: float, reads: Reads, prefetch: str = "off"
+    routing: Routing,
+    warm: int,
+    slots: int,
+    idle_ms: float,
+    hits_ms: float,
+    reads: Reads,
+    prefetch: str = "off",
+    hints: int = 0,
 ) -> float:
     """A token as the planner has it. Its layers without a miss are what was measured."""
     gap_ns = min(idle_ms, hits_ms) * 1e6 / routing.layers
     expert_ns = (hits_ms * 1e6 / routing.layers - gap_ns) / routing.ids.shape[1]
     late_ns = reads.late_ns + reads.alone_ns - expert_ns
-    clock = Clock(gap_ns, expert_ns, reads.read_ns, prefetch=prefetch, late_ns=late_ns)
+    clock = Clock(gap_ns, expert_ns, reads.read_ns, prefetch=prefetch, ranks=hints, late_ns=late_ns)
     return steady(routing, warm, slots, clock).ms
 
 
@@ -306,12 +253,13 @@ def measured(
     named = first_tokens(routing, args.warm + args.tokens)
     if slots.vram is not None:
         named = without_hottest(named, len(slots.vram.held()), args.warm)
-    prefetch = way.prefetch if way.placement.guesses else "off"
+    slots_total, prefetch = after["slots_total"], way.prefetch if way.placement.guesses else "off"
+    planned_ms = plan_ms(named, args.warm, slots_total, idle_ms, hits_ms, reads, prefetch, way.placement.hints)
     return Found(
         idle_ms,
         hits_ms,
         reads,
-        planned_ms=plan_ms(named, args.warm, after["slots_total"], idle_ms, hits_ms, reads, prefetch),
+        planned_ms,
         token_ms=statistics.mean(times),
         drive=DriveReads.between(before, after, host.catalog.layout.block_bytes, disk, args.tokens),
         waited_ms=(after["disk_wait_ns"] - before["disk_wait_ns"]) / 1e6 / args.tokens,
@@ -345,47 +293,3 @@ def without_misses(tokens: Tokens, carried_ms: float) -> tuple[float, float]:
         idle_ms = idle()
     hits = [tokens.step(token, few) for token in range(HIT_EXPERTS + 2, HIT_EXPERTS + 2 + HIT_TOKENS)]
     return idle_ms, statistics.median(hits)
-
-
-def tell(args: argparse.Namespace, way: Way, share: float, disk: float, found: Found) -> None:
-    rate, drive = 1e3 / found.token_ms, found.drive
-    print(
-        f"{way.name:<20}{share:>7.2f}{disk:>6.1f}{found.idle_ms:>7.2f}{found.hits_ms:>9.2f}"
-        f"{found.reads.read_ns / 1e6:>8.3f}{found.reads.late_ns / 1e3:>8.0f}{found.planned_ms:>9.2f}{found.error:>7.1%}"
-        f"{found.token_ms:>8.2f}{rate:>7.2f}{drive.missing:>8.1f}{drive.needed:>8.1f}{found.waited_ms:>8.2f}"
-        f"{found.hidden:>8.0%}{found.hidden_of_missing:>8.0%}{found.most_hidden:>9.0%}{found.late:>6}",
-        flush=True,
-    )
-    if not args.out:
-        return
-    note = (
-        f"synthetic, {args.trace} routing, {way.name}, {args.threads} threads, emulated drive of {disk:g} GB/s, "
-        f"{drive.missing:.1f} misses a token, {found.hits_ms:.1f} ms without any, of which {found.idle_ms:.1f} "
-        f"{'slowed to an RTX 5060 and ' if way.home else ''}not experts, {drive.needed_ms:.1f} ms of needed reading, "
-        f"a read {found.reads.read_ns / 1e6:.3f} ms, late {found.reads.late_ns / 1e3:.0f} us, "
-        f"planned {found.planned_ms:.1f} ms, at most {found.most_hidden:.2f} could be hidden, "
-        f"{f'{args.vram:g} GB of experts in graphics memory, ' if way is VRAM else ''}"
-        f"torch {torch.__version__}, triton {triton.__version__}"
-    )
-    ram, whose = f"ram{round(100 * share)}", {"published": "published_", HOME.name: "home_"}.get(way.name, "")
-    figures.append(args.out, f"decode.{whose}tok_s_{ram}", rate, "tok/s", note)
-    figures.append(args.out, f"decode.{whose}plan_error_{ram}", found.error, "", note)
-    if way is not THEIRS:
-        figures.append(args.out, f"decode.{whose}hidden_{ram}", found.hidden, "", note)
-        figures.append(args.out, f"decode.{whose}hidden_of_missing_{ram}", found.hidden_of_missing, "", note)
-
-
-def tell_restart(args: argparse.Namespace, way: Way, share: float, disk: float, found: Found, reply_ms: float) -> None:
-    ratio = reply_ms / found.token_ms
-    print(
-        f"{args.restart:g} s after a restart, {way.name}, {share:g} in RAM, {disk:g} GB/s: {REPLY_TOKENS} tokens take "
-        f"{ratio:.2f} times as long as before",
-        flush=True,
-    )
-    if args.out:
-        note = (
-            f"{args.restart:g} s after what was in RAM began to be read again, the dialog goes on for {REPLY_TOKENS} "
-            f"tokens, {way.name}, {share:.2f} of the experts in RAM, emulated drive of {disk:g} GB/s, synthetic, whole "
-            f"tokens on the GPU, full shape, {args.trace} routing, {found.token_ms:.1f} ms before"
-        )
-        figures.append(args.out, "restart.first_reply_over_steady", ratio, "ratio", note)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from services.engine.gpu.ledger import dense_bytes, stored_layout
-from services.tools.bench_decode_disk import Found, carried_ms, cases, numbers, plan_ms, tell
+from services.tools.bench_decode_disk import carried_ms, cases, numbers, plan_ms
 from services.tools.cli import main
+from services.tools.disk_report import Found, tell
 from services.tools.disk_tokens import HIT_EXPERTS, HOME, OURS, PLAIN, THEIRS, VRAM, few_experts
 from services.tools.drive_reads import DriveReads
 from services.tools.measure import Reads
@@ -97,8 +98,10 @@ def test_a_plan_without_misses_is_what_was_measured() -> None:
 
 
 def test_a_home_pcs_pace(tmp_path: Path) -> None:
-    args = argparse.Namespace(home=True, quick=False, share=[0.24, 0.36], disk=[7.0, 12.0], vram=0.0)
+    args = argparse.Namespace(home=True, quick=False, share=[0.24, 0.36], disk=[7.0, 12.0], vram=0.0, hints=0)
     assert cases(args) == [(share, disk, HOME) for share in (0.24, 0.36) for disk in (7.0, 12.0)]
+    args.hints = 14
+    assert {case[2].placement.hints for case in cases(args)} == {14}
     store = synthesise(tmp_path / "store", "small")
     dense = dense_bytes(store.config, stored_layout(store.folder))
     handoffs_ms = 0.02 * len(store.config.moe_layers)

@@ -117,6 +117,7 @@ class Turns:
     """For slots that the GPU can read, and the step's buffers. Used by the thread that owns both.
 
     `guesses`: 0, or tokens * top_k: so many ids of the next layer are posted with a layer's own, to be prefetched.
+    `hints`: of each token's; 0: as many as are worth it.
     `waves`: how many items each announces; together at least the step's. One wave of all items if none are given.
     `apart`: each wave in a stream of its own.
     """
@@ -129,6 +130,7 @@ class Turns:
         timeout_ns: int = TIMEOUT_NS,
         guesses: int = 0,
         apart: bool = False,
+        hints: int = 0,
     ) -> None:
         latent, lookups = step.layout.latent, step.tokens * step.top_k
 
@@ -158,7 +160,7 @@ class Turns:
         places = (*flags, self.ids, self.x, self.plan, self.results, self.waited, self.stopped)
         words = step.plan_words
         parts = (words.count, words.table, words.scale_2, words.source)
-        shape = (step.tokens, step.top_k, step.items, guesses, hinted(step.top_k), *parts)
+        shape = (step.tokens, step.top_k, step.items, guesses, hints or hinted(step.top_k), *parts)
         sizes = (*shape, len(ends), *self.wave_starts[1:])
         self.library.thimble_turns_open.restype = ctypes.c_void_p
         self.handle = ctypes.c_void_p(

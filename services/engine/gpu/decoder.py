@@ -31,7 +31,7 @@ class Placement:
     """Which part of the experts the GPU takes, and how their bytes reach it; see Turns and Method in the benchmarks.
 
     `share`: how many a layer; None: so many that both sides finish together, found from `first_share` on.
-    `guesses`: the next layer's router runs early and the host prefetches what it names.
+    `guesses`: the next layer's router runs early and the host prefetches what it names, `hints` of them; see Turns.
     """
 
     route: Route = Route.IN_PLACE
@@ -43,6 +43,7 @@ class Placement:
     lanes: int = 1
     apart: bool = False
     guesses: bool = False
+    hints: int = 0
     timeout_ns: int = 5 * TIMEOUT_NS  # a layer of misses on a slow disk takes longer than one
 
 
@@ -84,7 +85,9 @@ class Decoder:
         )
         guesses = rows * top_k if placement.guesses else 0
         assert replay is None or replay.ids[0].numel() == rows * top_k + guesses
-        self.turns = Turns(slots, step, placement.waves, placement.timeout_ns, guesses, placement.apart)
+        self.turns = Turns(
+            slots, step, placement.waves, placement.timeout_ns, guesses, placement.apart, placement.hints
+        )
         if placement.route is not Route.IN_PLACE:
             self.turns.copy_through(placement.route, placement.lanes)
         self.turns.share(placement.share, initial=placement.first_share * rows)
