@@ -10,7 +10,7 @@ from pathlib import Path
 
 from services.engine.errors import StoreError
 from services.engine.experts.store import Store
-from services.engine.gpu.ledger import BUDGETS, MIB, Layout, Wanted, require, stored_layout, view
+from services.engine.gpu.ledger import BUDGETS, GB, MIB, Layout, Wanted, require, stored_layout, view
 from services.engine.vision.device import card_bytes
 from services.tools import synthetic_vision
 from services.tools.synthetic_shapes import RECIPES, SHAPES, dense_layout
@@ -27,12 +27,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=4096, metavar="TOKENS", help="of each (default 4096)")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="format of keys and values")
     parser.add_argument("--pictures", action="store_true", help="with what it takes to read pictures on the card")
+    parser.add_argument("--chunk", type=int, default=0, help="tokens of prompts read at once (default 0: one by one)")
+    parser.add_argument(
+        "--locked", type=float, default=0.0, metavar="GB", help="RAM for experts, which the card reads (default 0)"
+    )
     parser.add_argument("--vram-mib", type=int, metavar="N", help="refuse, with status 1, what does not fit into N MiB")
 
 
 def run(args: argparse.Namespace) -> int:
     vision_bytes = _vision_bytes(args.store) if args.pictures else 0
-    wanted = Wanted(args.sequences, args.context, args.kv, vision_bytes=vision_bytes)
+    wanted = Wanted(
+        args.sequences, args.context, args.kv, vision_bytes=vision_bytes, chunk_tokens=args.chunk,
+        locked_bytes=int(args.locked * GB),
+    )  # fmt: skip
     dense: Layout
     if args.store:
         config, dense, name = Store.open(args.store).config, stored_layout(args.store), str(args.store)

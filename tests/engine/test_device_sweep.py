@@ -4,7 +4,7 @@ from collections.abc import Generator, Iterator, Sequence
 
 import pytest
 import torch
-from test_device_model import opened
+from test_device_model import SIZES, opened
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 RANDOM = torch.Generator().manual_seed(3)
 PROMPT = torch.randint(12, 4000, (331,), generator=RANDOM).tolist()
 OTHER = torch.randint(12, 4000, (77,), generator=RANDOM).tolist()
+FULL = torch.randint(12, 4000, (SIZES.context_tokens,), generator=RANDOM).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +93,18 @@ def test_placement_and_chunks_do_not_change_a_bit(device: Device, demo_store: St
     expected = alone(device, PROMPT)
     with opened(demo_store, pages=40, **change) as other:
         assert torch.equal(alone(other, PROMPT), expected)
+
+
+def test_a_prompt_may_have_the_whole_context(device: Device) -> None:
+    found = []
+    for cuts in ((), (200, 511)):
+        state = device.model.new_state(len(FULL))
+        for begin, end in zip((0, *cuts), (*cuts, len(FULL)), strict=True):
+            logits = read(device, (state, FULL[begin:end]))
+        found.append(logits[0])
+        state.release()
+    assert torch.equal(*found)
+    assert bool(found[0].isfinite().all())
 
 
 def test_the_smallest_ring_and_chunk_read_as_any_other(device: Device, demo_store: Store) -> None:

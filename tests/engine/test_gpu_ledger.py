@@ -283,6 +283,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], demo_store: Store, tmp_
     assert main(["ledger", str(demo_store.folder), "--vram-mib", "8151"]) == 0
     assert "8151 MiB, as given: fits" in capsys.readouterr().out
     assert SMALL.experts < SUPER.experts
+    assert main(["ledger", "--shape", "super", "--chunk", "256", "--locked", "22.8"]) == 0
+    printed = capsys.readouterr().out
+    assert "reading 256 tokens of prompts at once" in printed
+    assert "42.5 MiB  page tables of 22.8 GB of RAM that the card reads" in printed
     assert main(["ledger", "--shape", "super", "--pictures"]) == 0
     assert "217.7 MiB  vision ring and activations" in capsys.readouterr().out
     assert main(["ledger", str(demo_store.folder), "--pictures"]) == 0

@@ -224,6 +224,10 @@ def test_rows_of_pictures_stand_for_their_places(shared: Reader, whole: tuple[Te
     state = shared.state(len(ids))
     assert torch.equal(shared.read(Segment(state, ids, [rows[3:5], rows[5:9]]))[0], whole[0])
     state.release()
+    state = shared.state(len(ids))
+    shared.read(Segment(state, ids[:7], [rows[3:5], rows[5:7]]))
+    assert torch.equal(shared.read(Segment(state, ids[7:], [rows[7:9]]))[0], whole[0]), "cut inside of a picture"
+    state.release()
 
 
 def test_chunks_of_several_prompts() -> None:
