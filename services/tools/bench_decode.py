@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -112,10 +112,12 @@ def run(args: argparse.Namespace) -> int:
 def fit(args: argparse.Namespace, store: Store, budget_bytes: int) -> Ledger:
     """Leave only the batches that fit; the largest one's ledger. Raises MemoryPlanError if not one sequence does."""
     dense = stored_layout(args.store)
-    copied = Wanted(1, args.context, args.kv, staging_blocks=store.config.experts_per_token)
+    locked_bytes = args.resident * len(store.blocks) * store.layout.block_bytes
+    one = Wanted(1, args.context, args.kv, locked_bytes=locked_bytes)
+    copied = replace(one, staging_blocks=store.config.experts_per_token)
     require(store.config, dense, copied, budget_bytes)  # the published method
-    made = {rows: ledger(store.config, dense, Wanted(rows, args.context, args.kv)) for rows in [1, *args.batches]}
-    args.joined = ledger(store.config, dense, Wanted(1, args.context, args.kv, joined=True)).total_bytes <= budget_bytes
+    made = {rows: ledger(store.config, dense, replace(one, sequences=rows)) for rows in [1, *args.batches]}
+    args.joined = ledger(store.config, dense, replace(one, joined=True)).total_bytes <= budget_bytes
     args.batches = [rows for rows in args.batches if made[rows].total_bytes <= budget_bytes]
     return made[max([1, *args.batches])]
 

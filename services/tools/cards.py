@@ -64,7 +64,7 @@ def line(card: Card, ram_gib: int) -> Line:
     machine: Box = box(card, ram_gib * GIB_IN_GB, DRAM_GB_S, DISK_GB_S)
     ram = ram_ledger(SUPER, shape.blocks, machine.ram_gb, RamWanted())
     budget_bytes = card.vram_mib * vram.MIB
-    asked = with_chunk(SUPER, dense, vram.Wanted(1, CONTEXT_TOKENS), budget_bytes)
+    asked = with_chunk(SUPER, dense, vram.Wanted(1, CONTEXT_TOKENS, locked_bytes=int(ram.cache_gb * GB)), budget_bytes)
     asked = with_experts(SUPER, dense, asked, shape.blocks, budget_bytes)
     vram.require(SUPER, dense, asked, budget_bytes)
     token = ours(shape, machine, ram.cache_gb, asked.kept_blocks * shape.block_bytes / GB).token

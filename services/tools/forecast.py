@@ -13,7 +13,7 @@ from math import comb
 import numpy as np
 
 from kernels.experts.host.replay import Clock, Routing
-from services.engine.gpu.ledger import SWEEP_PART
+from services.engine.gpu.ledger import sweep_part
 from services.tools.hardware import CARDS, PCIE_GB_S, Box, box
 from services.tools.predict import GB, SUPER, Layer, Method, Shape, Token, layer_of, token
 from services.tools.traces.generators import generate
@@ -158,7 +158,7 @@ class FirstToken:
 def first_token(shape: Shape, pc: Box, tokens: int, share: float, chunk: int = 2048, ours: bool = True) -> FirstToken:
     """Reading a prompt touches nearly every expert: what is not in RAM is read once a chunk, and each is carried to the
     card. Tokens that name experts independently of each other touch the most; real ones touch fewer. Computing is at
-    SWEEP_COMPUTE_SHARE of the card's rate, dense weights are read for SWEEP_PART tokens at once."""
+    SWEEP_COMPUTE_SHARE of the card's rate, dense weights are read for sweep_part(chunk) tokens at once."""
     flops_s = pc.card.tflops * 1e12 * SWEEP_COMPUTE_SHARE
     looked_up = 2 * shape.moe_layers * shape.experts_per_token * shape.latent * shape.width * 2
     disk_s = pcie_s = compute_s = experts_s = dense_s = 0.0
@@ -173,7 +173,8 @@ def first_token(shape: Shape, pc: Box, tokens: int, share: float, chunk: int = 2
         disk_s, pcie_s, compute_s = disk_s + parts[0], pcie_s + parts[1], compute_s + parts[2]
         experts_s += max(parts) if ours else sum(parts)
         weights_s = max(
-            -(-count // SWEEP_PART) * shape.dense_bytes / pc.vram_gb_s / GB, 2 * shape.dense_bytes * count / flops_s
+            -(-count // sweep_part(chunk)) * shape.dense_bytes / pc.vram_gb_s / GB,
+            2 * shape.dense_bytes * count / flops_s,
         )
         attention_s = 4 * shape.attended * count * (begin + count / 2) / flops_s
         dense_s += weights_s + attention_s + count * shape.mamba_layers * SCAN_S

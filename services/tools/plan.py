@@ -92,7 +92,9 @@ def run(args: argparse.Namespace) -> int:
         print(line)
     print(f"\nGraphics memory, {args.sequences} sequences of {args.context} tokens")
     budget_bytes = corners[0].card.vram_mib * vram.MIB
-    asked = with_chunk(config, dense, vram.Wanted(args.sequences, args.context), budget_bytes)
+    locked_bytes = int((ram.cache_gb + args.hot_states) * GB)
+    asked = vram.Wanted(args.sequences, args.context, locked_bytes=locked_bytes)
+    asked = with_chunk(config, dense, asked, budget_bytes)
     asked = with_experts(config, dense, asked, shape.blocks, budget_bytes)
     card_gb = asked.kept_blocks * shape.block_bytes / GB
     print(vram.require(config, dense, asked, budget_bytes))
