@@ -53,6 +53,7 @@ class Rates:
     step_us: float
     step_gbs: float
     wide_us: float  # of a step of WIDE tokens, a token
+    again: float  # what a second token of the same experts adds to a step, of the first one's time
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
         steps = [given(blocks, catalog, 1, seed) for seed in range(args.rounds)]
         alive, touched = (statistics.mean(getattr(one, name) for one in steps) for name in ("alive", "touched"))
         print(f"{args.blocks} synthetic blocks, {alive:.3f} of the neurons alive, {touched:.3f} of the groups touched")
-        print(f"{'':<20}{'read':>9}{'up, 1 core':>12}{'step of 22':>12}{'':>9}{'of read':>9}{f'{WIDE} tokens':>14}")
+        named = f"{'':<20}{'read':>9}{'up, 1 core':>12}{'step of 22':>12}{'':>9}{'of read':>9}"
+        print(f"{named}{f'{WIDE} tokens':>14}{'again':>8}")
         for isa in isas:
             for count in threads:
                 rates = measure(blocks, catalog, steps, isa, count, args.rounds)
@@ -90,6 +92,7 @@ def line(isa: str, threads: int, rates: Rates) -> str:
     return (
         f"{f'{isa}, {threads} threads':<20}{rates.read_gbs:>5.1f} GB/s{rates.up_gbs:>7.1f} GB/s{rates.step_us:>9.0f} us"
         f"{rates.step_gbs:>5.1f} GB/s{rates.step_gbs / rates.read_gbs:>9.2f}{rates.wide_us:>7.0f} us/token"
+        f"{rates.again:>8.2f}"
     )
 
 
@@ -99,6 +102,7 @@ def write(path: Path, rates: Rates, note: str) -> None:
     figures.append(path, "experts_cpu.step", rates.step_us, "us", f"22 hits, {note}")
     figures.append(path, "experts_cpu.step_rate", rates.step_gbs, "GB/s", f"22 hits, {note}")
     figures.append(path, "experts_cpu.step_over_read", rates.step_gbs / rates.read_gbs, "ratio", f"22 hits, {note}")
+    figures.append(path, "experts_cpu.again", rates.again, "ratio", f"a second token of the same 22 experts, {note}")
     figures.append(path, "experts_cpu.prefill_token", rates.wide_us, "us", f"step of {WIDE} tokens, {note}")
 
 
@@ -140,11 +144,14 @@ def measure(
     check_bits(host, catalog, steps[0])
     wide = given(blocks, catalog, WIDE, 1000)
     start, size_bytes = host.memory()
-    read_s, step_s, wide_s = [], [], []
+    read_s, step_s, wide_s, twice_s = [], [], [], []
     for number, one in enumerate(steps):
         # In turns, so that whatever else the machine does touches all alike.
         read_s.append(seconds(lambda: read(workers, start, size_bytes)) / size_bytes)
         step_s.append(seconds(lambda one=one: host.step(0, one.ids, one.weights, one.x)) / one.read_bytes)  # type: ignore[misc]
+        other, x = steps[number - 1], blocks.inputs(2, number)
+        twice = other.ids.expand(2, -1).contiguous(), other.weights.expand(2, -1).contiguous(), x
+        twice_s.append(seconds(lambda twice=twice: host.step(0, *twice)) / other.read_bytes)  # type: ignore[misc]
         if number % (rounds // 3 or 1) == 0:
             wide_s.append(seconds(lambda: host.step(0, wide.ids, wide.weights, wide.x)) / WIDE)
     up_gbs = up_alone(isa, start, blocks.experts, steps[0].x)
@@ -158,6 +165,7 @@ def measure(
         step_us=of_step * read_bytes * 1e6,
         step_gbs=1e-9 / of_step,
         wide_us=statistics.median(wide_s) * 1e6,
+        again=statistics.median(twice_s) / of_step - 1,
     )
 
 

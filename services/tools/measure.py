@@ -74,6 +74,28 @@ def cpu_gb_s(
         host.close()
 
 
+def again(workers: Workers, catalog: Catalog, blocks: SyntheticBlocks, shape: Shape) -> float:
+    """What a second token of the same experts adds to their step, in shares of the first one's time; with all in RAM.
+    Both in turns, each time other experts, so that no cache holds them."""
+    top_k = shape.experts_per_token
+    host = Host(catalog, workers, slots=blocks.experts, readers=4)
+    order = torch.from_numpy(np.random.default_rng(0).permutation(blocks.experts).astype(np.int32))
+    batches = [order[begin : begin + top_k] for begin in range(0, blocks.experts - top_k + 1, top_k)]
+    x = blocks.inputs(2, seed=1)
+    found: dict[int, list[float]] = {1: [], 2: []}
+    try:
+        for number in range(len(batches) + 2 * STEPS):
+            rows = 1 + number % 2
+            ids = batches[number % len(batches)].expand(rows, top_k).contiguous()
+            begun = time.perf_counter()
+            host.step(0, ids, torch.ones(rows, top_k), x[:rows].contiguous())
+            if number >= len(batches):  # the first of each are read
+                found[rows].append(time.perf_counter() - begun)
+    finally:
+        host.close()
+    return max(0.0, float(np.median(found[2]) / np.median(found[1])) - 1)
+
+
 @dataclass(frozen=True)
 class Reads:
     """Of missing blocks, in nanoseconds: each, where many are missing; what a layer that misses any waits beside; and

@@ -174,7 +174,7 @@ def boxes(args: argparse.Namespace, shape: Shape, config: ModelConfig) -> Iterat
         made = box(card, ram_gb, dram, disk) if card else here
         assert made is not None
         if here and card and not args.dram:  # this machine's processor with another card
-            made = replace(made, measured=True, cpu_gb_s=here.cpu_gb_s)
+            made = replace(made, measured=True, cpu_gb_s=here.cpu_gb_s, again=here.again)
         yield replace(made.with_rates(dram, disk), ram_gb=ram_gb)
 
 
@@ -192,12 +192,13 @@ def measured(args: argparse.Namespace, shape: Shape, config: ModelConfig) -> Box
         disk, depth = (0.0, 0) if args.disk else measure.disk_gb_s(catalog)
         late_us = measure.late_us(workers, catalog, blocks, shape, depth) if depth else Rates.late_us
         cpu = measure.cpu_gb_s(workers, catalog, blocks, shape)
+        again = measure.again(workers, catalog, blocks, shape)
     finally:
         path.unlink()
     dram = max(measure.dram_gb_s(workers), cpu)
     card, vram_gb_s, pcie_gb_s = found or (Card("none", 0, 0, (0, 0), 0), 1.0, 1.0)
     ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Box(card, ram_bytes / GB, vram_gb_s, pcie_gb_s, cpu, dram, disk, measured=True, late_us=late_us)
+    return Box(card, ram_bytes / GB, vram_gb_s, pcie_gb_s, cpu, dram, disk, measured=True, late_us=late_us, again=again)
 
 
 def machine_lines(corners: list[Box]) -> list[str]:
