@@ -21,7 +21,10 @@ from services.engine.gpu.head import DeviceHead
 from services.engine.gpu.head_token import HeadToken
 from services.engine.gpu.ledger import HEAD_ROWS, HIDDEN_STATES
 from services.engine.gpu.memory import DevicePool, DeviceState
+from services.engine.gpu.model import DeviceModel
+from services.engine.gpu.token import Token
 from services.engine.gpu.weights import DeviceWeights, HeadWeights
+from services.engine.model import Segment
 from services.engine.state import State
 
 pytestmark = pytest.mark.usefixtures(interpreted.__name__)
@@ -57,27 +60,38 @@ class Rig:
         self.model, self.head = model, head
         draft = store.draft()
         assert draft is not None
-        dense = DeviceWeights.load(store.dense(), store.config, DEVICE)
-        weights = HeadWeights.load(draft, dense, DEVICE)
+        self.dense = DeviceWeights.load(store.dense(), store.config, DEVICE)
+        weights = HeadWeights.load(draft, self.dense, DEVICE)
         self.pool = DevicePool(store.config, DEVICE, places=2, pages=4, drafts=True, head=True)
         self.pool.keys.fill_(torch.nan)
         self.pool.values.fill_(torch.nan)
         self.device = DeviceHead.__new__(DeviceHead)
         self.device.told = str
         self.device.hidden = torch.full((2, HIDDEN_STATES, store.config.hidden_size), torch.nan, device=DEVICE)
-        self.device.decoders = [self.decoder(weights, rows) for rows in HEAD_ROWS]
+        self.device.decoders = [self.decoder(weights.network, rows, weights) for rows in HEAD_ROWS]
         generator = torch.Generator().manual_seed(3)
         self.x = torch.randn(len(IDS), store.config.hidden_size, generator=generator)
 
-    def decoder(self, weights: HeadWeights, rows: int) -> Decoder:
+    def decoder(self, network: DeviceWeights, rows: int, head: HeadWeights | None = None) -> Decoder:
         made, experts = Decoder.__new__(Decoder), cast(Any, RealExperts(rows, self.head.moe.experts))
-        made.weights, made.rows, made.layers, made.turns = weights.network, rows, 1, experts
+        made.weights, made.rows, made.layers, made.turns = network, rows, len(network.moe_layers), experts
         made.spent = experts
         made.late = made._tokens = made._last_waits_ns = 0
         made.vram = None
-        made.token = HeadToken(weights, self.pool, experts, experts, 128)
+        made.token = (
+            Token(network, self.pool, experts, experts, 128)
+            if head is None
+            else HeadToken(head, self.pool, experts, experts, 128)
+        )
         made.graph = cast(Any, SimpleNamespace(replay=made.token.launch))
         return made
+
+    def network(self) -> DeviceModel:
+        """With the block, and steps of one and of two rows."""
+        model = DeviceModel.__new__(DeviceModel)
+        model.pool, model.sweep, model.weights, model.config = self.pool, None, self.dense, self.dense.config
+        model.decoders, model.head = [self.decoder(self.dense, rows) for rows in (1, 2)], self.device
+        return model
 
     def theirs(self) -> Tensor:
         """Logits of the CPU's block for every id but the first."""
@@ -136,6 +150,39 @@ def test_logits_are_those_of_the_cpu_and_ids_can_be_made_up_for(rig: Rig) -> Non
     late, gap = rig.ours({4}), rig.ours({1, 4})
     assert torch.equal(late[4], gap[4]), "behind a gap it begins anew, two places back"
     assert not torch.equal(late[4], every[4]), "what it does not know must show"
+
+
+def test_steps_with_drafts_leave_network_and_block_as_steps_without(rig: Rig) -> None:
+    """An id, one with a right draft, one with a wrong one, the last; the block is asked ahead of each step."""
+    model = rig.network()
+    alone, drafted = (DeviceState(model.config, rig.pool) for _ in range(2))
+
+    def asked(state: DeviceState, id_: int) -> Tensor | None:
+        return rig.device.logits([state], [id_])[0] if state.can_draft else None
+
+    def step(id_: int, draft: int, right: bool) -> Tensor:
+        logits = model.forward([Segment(drafted, [id_], drafts=(draft,))])
+        model.settle(drafted, int(right))
+        return logits
+
+    blocks, plain = [], []
+    for id_ in IDS:
+        blocks.append(asked(alone, id_))
+        plain.append(model.forward([Segment(alone, [id_])])[0])
+    assert asked(drafted, IDS[0]) is None
+    found = [model.forward([Segment(drafted, IDS[:1])])[0]]
+    for begin, draft, right in ((1, IDS[2], True), (3, 7, False), (4, 8, False)):
+        block, expected = asked(drafted, IDS[begin]), blocks[begin]
+        assert block is not None
+        assert expected is not None
+        assert torch.equal(block, expected), begin
+        found += step(IDS[begin], draft, right)[: 1 + right]
+    assert torch.equal(torch.stack(found), torch.stack(plain))
+    assert [decoder._tokens for decoder in rig.device.decoders] == [4 + 2, 1], "a right draft is made up for"
+    assert drafted.ids == alone.ids == IDS
+    for state in (alone, drafted):
+        state.release()
+    rig.pool.check([])
 
 
 def test_a_state_that_begins_anew_is_not_followed(rig: Rig) -> None:
