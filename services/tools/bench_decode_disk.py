@@ -2,9 +2,9 @@
 
 Synthetic: weights of `thimble synth`, routing made up by traces/generators.py, guesses at the next layer's experts as
 good as published and no better. The drive is emulated, so that its speed is that of a home PC's: memory whose readers
-copy at a drive's rate, on cores that those who compute leave alone. One sequence. Missing experts are computed by the
-processor as they arrive, for the published method too, which is kinder to it than its own way, a copy to the card
-first.
+copy at a drive's rate, on cores that those who compute leave alone; with --own it is the one that the store is on. One
+sequence. Missing experts are computed by the processor as they arrive, for the published method too, which is kinder to
+it than its own way, a copy to the card first.
 
 Beside each time stands what the planner's formula makes of rates taken in the same run: the drive's from a few steps on
 an empty cache, a layer's from tokens that miss nothing, and what of it is not experts, behind which the drive may read
@@ -37,7 +37,7 @@ import numpy.typing as npt
 import torch
 
 from kernels.experts.device.turns import SharedSlots
-from kernels.experts.host.binding import PIECE_BYTES, Host
+from kernels.experts.host.binding import PIECE_BYTES, Host, open_drives, read_rate
 from kernels.experts.host.drives import EmulatedDrive
 from kernels.experts.host.replay import Clock, Routing
 from kernels.workers.pool import Workers, default_threads
@@ -84,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", type=Path, help="folder that `thimble synth` wrote")
     parser.add_argument("--share", type=numbers, default=[0.24, 0.33], help="of all experts in RAM (default 0.24,0.33)")
     parser.add_argument("--disk", type=numbers, default=[7.0, 12.0], metavar="GB/S", help="emulated (default 7,12)")
+    parser.add_argument("--own", action="store_true", help="the drive that the store is on instead of emulated ones")
     parser.add_argument("--trace", default="calibrated", help="generator of the routing (default calibrated)")
     parser.add_argument("--quick", action="store_true", help="two cases, ours without prefetch and the published one")
     parser.add_argument("--home", action="store_true", help="instead of all cases ours at a home PC's pace")
@@ -103,8 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads",
         type=int,
-        default=max(1, default_threads() - READERS),
-        help="that compute (default: cores less two and less the drive's readers)",
+        default=0,
+        help="that compute (default: cores less two, and less an emulated drive's readers)",
     )
     parser.add_argument("--minutes", type=float, help="leave out what will not be done by then (default: nothing)")
     parser.add_argument("--done", type=Path, help="file that remembers finished cases")
@@ -123,7 +124,11 @@ def run(args: argparse.Namespace) -> int:
         return 2
     device = usable_device()
     torch.set_num_threads(1)
-    memory = np.fromfile(store.experts_path, np.uint8)
+    args.threads = args.threads or max(1, default_threads() - (0 if args.own else READERS))
+    memory = None if args.own else np.fromfile(store.experts_path, np.uint8)
+    if args.own:
+        blocks = catalog(store)
+        args.disk = [read_rate(blocks, open_drives(blocks), READERS)]
     weights = DeviceWeights.load(store.dense(), store.config, device)
     weights.embeddings.read_through()
     home_ms = carried_ms(args.store, store.config)
@@ -179,7 +184,7 @@ def cases(args: argparse.Namespace) -> list[tuple[float, float, Way]]:
 
 def case_name(args: argparse.Namespace, share: float, disk: float, way: Way) -> tuple[Value, ...]:
     options = (args.trace, args.warm, args.tokens, args.threads, args.piece, args.vram if way is VRAM else 0.0)
-    return (args.store.name, way.name, share, disk, *options, way.placement.hints)
+    return (args.store.name, way.name, share, "own" if args.own else disk, *options, way.placement.hints)
 
 
 def carried_ms(folder: Path, config: ModelConfig) -> float:
@@ -209,11 +214,12 @@ def plan_ms(
 
 @contextmanager
 def host(
-    store: Store, memory: npt.NDArray[np.uint8], share: float, disk: float, way: Way, args: argparse.Namespace
+    store: Store, memory: npt.NDArray[np.uint8] | None, share: float, disk: float, way: Way, args: argparse.Namespace
 ) -> Iterator[SharedSlots]:
-    """Slots that the GPU reads, empty, behind a drive of `disk` GB/s."""
+    """Slots that the GPU reads, empty, behind a drive of `disk` GB/s; without `memory` behind the store's own."""
     slots = int(share * sum(map(len, store.blocks)))
-    workers, drive = Workers(args.threads, AWAKE_US), EmulatedDrive(memory, gb_s=disk)
+    workers = Workers(args.threads, AWAKE_US)
+    drives = None if memory is None else [EmulatedDrive(memory, gb_s=disk)]
     opened = Host(
         catalog(store),
         workers,
@@ -221,7 +227,7 @@ def host(
         readers=READERS,
         prefetch=way.prefetch,
         piece_bytes=args.piece,
-        drives=[drive],
+        drives=drives,
     )
     try:
         shared = SharedSlots(opened)

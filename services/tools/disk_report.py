@@ -57,6 +57,10 @@ class Found:
         return abs(self.planned_ms / self.token_ms - 1)
 
 
+def drive_name(args: argparse.Namespace, disk: float) -> str:
+    return f"{'the drive of the store, ' if args.own else 'emulated drive of '}{disk:.3g} GB/s"
+
+
 def tell(args: argparse.Namespace, way: Way, share: float, disk: float, found: Found) -> None:
     rate, drive = 1e3 / found.token_ms, found.drive
     print(
@@ -69,7 +73,7 @@ def tell(args: argparse.Namespace, way: Way, share: float, disk: float, found: F
     if not args.out:
         return
     note = (
-        f"synthetic, {args.trace} routing, {way.name}, {args.threads} threads, emulated drive of {disk:g} GB/s, "
+        f"synthetic, {args.trace} routing, {way.name}, {args.threads} threads, {drive_name(args, disk)}, "
         f"{drive.missing:.1f} misses a token, {found.hits_ms:.1f} ms without any, of which {found.idle_ms:.1f} "
         f"{'slowed to an RTX 5060 and ' if way.home else ''}not experts, {drive.needed_ms:.1f} ms of needed reading, "
         f"a read {found.reads.read_ns / 1e6:.3f} ms, late {found.reads.late_ns / 1e3:.0f} us, "
@@ -95,8 +99,8 @@ def tell_errors(args: argparse.Namespace, done: Sequence[tuple[Way, float]]) -> 
     print(f"the plan was wrong by at most {100 * worst:.1f} % in {len(done)} cases: {', '.join(found)}")
     if args.out:
         note = (
-            f"synthetic, whole tokens on the GPU, emulated drive, {args.trace} routing, {len(done)} cases: "
-            f"{', '.join(found)}, torch {torch.__version__}, triton {triton.__version__}"
+            f"synthetic, whole tokens on the GPU, {'own' if args.own else 'emulated'} drive, {args.trace} routing, "
+            f"{len(done)} cases: {', '.join(found)}, torch {torch.__version__}, triton {triton.__version__}"
         )
         figures.append(args.out, "plan.error_max", worst, "", note)
 
@@ -116,7 +120,7 @@ def tell_restart(args: argparse.Namespace, way: Way, share: float, disk: float, 
     if args.out:
         note = (
             f"{args.restart:g} s after what was in RAM began to be read again, the dialog goes on for {REPLY_TOKENS} "
-            f"tokens, {way.name}, {share:.2f} of the experts in RAM, emulated drive of {disk:g} GB/s, synthetic, whole "
+            f"tokens, {way.name}, {share:.2f} of the experts in RAM, {drive_name(args, disk)}, synthetic, whole "
             f"tokens on the GPU, full shape, {args.trace} routing, {found.token_ms:.1f} ms before"
         )
         figures.append(args.out, "restart.first_reply_over_steady", ratio, "ratio", note)

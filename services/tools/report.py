@@ -1,5 +1,6 @@
 """`thimble report`: one file that says how the product does on a machine, to be shown to others: doctor, verify, and
-the expert and decode benchmarks with the published method.
+the expert and decode benchmarks with the published method, with all experts of a token in RAM and with as many as
+`thimble plan` would keep there.
 
 Owns what is run and what is left out: the text is scrubbed of paths, names of host and user, and addresses, whatever a
 part may have printed. What cannot run here (no card, no store, no checkpoint) is said in its place.
@@ -20,7 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.engine.experts.store import Store
 from services.tools import doctor, figures
+from services.tools.ram_ledger import GB, PlanError, RamWanted, ram_ledger
 
 LIMIT_S = 3600.0
 TAIL_LINES = 120
@@ -65,12 +68,19 @@ def parts(args: argparse.Namespace, figures_file: Path) -> list[Part]:
     verify = store or ("" if args.checkpoint else "no --checkpoint was given")
     out = ("--out", str(figures_file))
     disk = ("--store", str(args.store)) if args.store else ("--folder", str(folder_of(args)))
+    missing = card or store
+    share = f"{_share(args.store):.3f}" if not missing else ""
     return [
         Part("verify", ("verify", str(args.checkpoint), str(args.store)), verify),
         Part("disk", ("bench", "disk", *disk, *out)),
         Part("experts on the processor", ("bench", "experts-cpu")),
         Part("experts on the card and the processor", ("bench", "experts", *out), card),
-        Part("decode", ("bench", "decode", str(args.store), "--free-mib", "0", *out), card or store),
+        Part("decode", ("bench", "decode", str(args.store), "--free-mib", "0", *out), missing),
+        Part(
+            "decode with experts missing",
+            ("bench", "decode-disk", str(args.store), "--own", "--share", share, *out),
+            missing or ("" if share != "0.000" else "there is not enough RAM"),
+        ),
         Part("plan", ("plan", *(("--store", str(args.store)) if args.store else ())), card),
     ]
 
@@ -122,6 +132,18 @@ def scrub(text: str, words: Sequence[str]) -> str:
 
 def folder_of(args: argparse.Namespace) -> Path:
     return args.store if args.store else Path()
+
+
+def _share(folder: Path) -> float:
+    """Of the store's experts, as many as there would be in RAM; 0: none."""
+    store = Store.open(folder)
+    ram_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB
+    blocks = sum(map(len, store.blocks))
+    try:
+        ledger = ram_ledger(store.config, blocks, ram_gb, RamWanted(monitoring=False))
+    except PlanError:
+        return 0.0
+    return ledger.cache_gb * GB / (blocks * store.layout.block_bytes)
 
 
 def _processor() -> str:

@@ -3,15 +3,17 @@
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
+from kernels.experts.host.replay import Routing
 from services.engine.gpu.ledger import dense_bytes, stored_layout
-from services.tools.bench_decode_disk import carried_ms, cases, numbers, plan_ms
+from services.tools.bench_decode_disk import carried_ms, cases, numbers, plan_ms, without_misses
 from services.tools.cli import main
 from services.tools.disk_report import Found, tell
-from services.tools.disk_tokens import HIT_EXPERTS, HOME, OURS, PLAIN, THEIRS, VRAM, few_experts
+from services.tools.disk_tokens import HIT_EXPERTS, HOME, OURS, PLAIN, THEIRS, VRAM, Tokens, few_experts
 from services.tools.drive_reads import DriveReads
 from services.tools.measure import Reads
 from services.tools.synth import synthesise
@@ -33,7 +35,7 @@ def test_hidden_is_what_a_token_does_not_take_longer_for_its_reads() -> None:
 
 
 def test_rows_name_the_method_and_the_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = argparse.Namespace(trace="calibrated", threads=7, out=tmp_path / "a-machine.csv", vram=0.0)
+    args = argparse.Namespace(trace="calibrated", threads=7, out=tmp_path / "a-machine.csv", vram=0.0, own=False)
     for way in (OURS, THEIRS):
         tell(args, way, 0.24, 7.0, replace(FOUND, token_ms=40.0))
     rows = args.out.read_text().splitlines()
@@ -95,6 +97,29 @@ def test_a_plan_without_misses_is_what_was_measured() -> None:
     slow = Reads(4e5, 0.0, 0.0)
     found = [plan_ms(routing, 2, 5000, idle_ms, 20.0, slow) for idle_ms in (0.0, 5.0, 15.0)]
     assert 25.0 < found[0] < found[1] < found[2], "a drive reads beside experts, not beside all that is computed"
+
+
+class Steady:
+    """5 ms that are not experts, 15 that are."""
+
+    routing, slowed_ns, not_finite = generate("calibrated", 1), 0.0, False
+
+    def step(self, token: int, routing: Routing, nothing: bool = False) -> float:
+        assert nothing or not self.not_finite, "a state that is not finite is cleared before it is used"
+        self.not_finite = nothing
+        return 5.0 + routing.layers * self.slowed_ns / 1e6 + (0.0 if nothing else 15.0)
+
+    def clear(self) -> None:
+        self.not_finite = False
+
+    def slow(self, layer_ns: float) -> None:
+        self.slowed_ns = layer_ns
+
+
+@pytest.mark.parametrize(("carried_ms", "idle_ms"), [(0.0, 5.0), (3.0, 5.0), (19.4, 19.4)])
+def test_what_is_not_experts_takes_as_long_as_asked(carried_ms: float, idle_ms: float) -> None:
+    found = without_misses(cast(Tokens, Steady()), carried_ms)
+    assert found == (pytest.approx(idle_ms), pytest.approx(idle_ms + 15.0))
 
 
 def test_a_home_pcs_pace(tmp_path: Path) -> None:

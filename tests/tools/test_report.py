@@ -11,6 +11,7 @@ import pytest
 from services.engine.experts.store import Store
 from services.tools import report
 from services.tools.cli import main
+from services.tools.ram_ledger import RamWanted
 from services.tools.report import Part
 
 PRIVATE = (
@@ -54,6 +55,18 @@ def test_what_cannot_run_is_said(tmp_path: Path) -> None:
     given = {part.title: part for part in report.parts(arguments("--store", "S", "--checkpoint", "C"), tmp_path)}
     assert given["verify"].words == ("verify", "C", "S")
     assert given["verify"].missing == ""
+
+
+def test_with_experts_missing(demo_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many in RAM as a machine of this size would keep there, from the store's own drive."""
+    monkeypatch.setattr(report, "_has_card", lambda: True)
+    args = arguments("--store", str(demo_store.folder))
+    [part] = [part for part in report.parts(args, tmp_path / "x.csv") if part.title == "decode with experts missing"]
+    assert part.words[:4] == ("bench", "decode-disk", str(demo_store.folder), "--own")
+    assert part.words[5] == "1.000", "a small model is there as a whole"
+    monkeypatch.setattr(report, "RamWanted", lambda **_: RamWanted(desktop_gb=1e6))
+    [part] = [part for part in report.parts(args, tmp_path / "x.csv") if part.title == "decode with experts missing"]
+    assert part.missing == "there is not enough RAM"
 
 
 def test_a_part_that_takes_too_long_or_fails() -> None:
