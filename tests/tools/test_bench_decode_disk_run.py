@@ -79,6 +79,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setattr(bench_decode_disk, name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("THIMBLE_COMMIT", "the same all along")  # what is done is of one commit
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
 
 
