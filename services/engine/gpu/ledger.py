@@ -351,7 +351,7 @@ def sweep_bytes(config: ModelConfig, chunk_tokens: int, context_tokens: int) -> 
         return 0
     top_k = config.experts_per_token
     row = 2 * config.latent_size + top_k * (_F32 + _F32 + 3 * 8 + _F32)  # and what sorting the ids takes for a while
-    fixed = MOST_SEQUENCES * (pages_for(context_tokens) + config.vocab_size) * _F32
+    fixed = MOST_SEQUENCES * pages_for(context_tokens) * _F32
     fixed += len(config.moe_layers) * config.experts * 2 * _F32 + len(config.layers) * config.hidden_size * _F32
     fixed += sweep_part(chunk_tokens) * 2 * _F32 * config.mamba_heads
     return chunk_tokens * row + fixed + sweep_room_bytes(config, chunk_tokens) + SWEEP_KERNEL_BYTES
@@ -367,9 +367,10 @@ def sweep_room_bytes(config: ModelConfig, chunk_tokens: int) -> int:
 
 
 def sweep_scratch_bytes(config: ModelConfig, chunk_tokens: int) -> int:
-    """Of the experts' products, or of the wide rows of the other layers, which nobody needs at the same time."""
+    """Of the experts' products, the wide rows of other layers, or logits: nobody needs two of them at a time."""
     products = products_bytes(config.block, config.experts_per_token, chunk_tokens)
-    return aligned(max(products, sweep_part(chunk_tokens) * wide_bytes(config)))
+    logits = MOST_SEQUENCES * config.vocab_size * _F32
+    return aligned(max(products, sweep_part(chunk_tokens) * wide_bytes(config), logits))
 
 
 def products_bytes(layout: BlockLayout, top_k: int, chunk_tokens: int) -> int:

@@ -30,7 +30,7 @@ from services.engine.pages import PAGE_TOKENS, pages_for
 from services.engine.vision.device import card_bytes, readable
 
 COMFORTABLE_TOKENS = 16_384  # of context; fewer sequences rather than less of it
-MODEST_TOKENS = 4096  # the least for whose sake prompts are not read token by token: in minutes, then
+MODEST_TOKENS = (4096, 2048)  # less than comfortable, but read in chunks: a longer one would take minutes
 MOST_TOKENS = 131_072  # of context, if nobody asks for more
 CHUNKS = (2048, 1024, 512, 256, 0)  # tokens of prompts read at once; 0: one by one, as answers are
 COMFORTABLE_CHUNK = 1024
@@ -116,7 +116,7 @@ def plan_device(
             for wanted in tried
         ]
         chosen = tried[-1]
-        for least in (comfortable, min(comfortable, MODEST_TOKENS)):
+        for least in (comfortable, *(tokens for tokens in MODEST_TOKENS if tokens < comfortable)):
             enough = (each for each in tried if each.chunk_tokens and longest(each) >= least)
             if (found := next(enough, None)) is not None:
                 chosen = found

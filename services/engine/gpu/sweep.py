@@ -73,7 +73,6 @@ class Sweep:
         self.chosen = new(tokens, config.experts_per_token, dtype=torch.int32)
         self.chosen_weights = new(tokens, config.experts_per_token, dtype=f32)
         self.tables = new(MOST_SEQUENCES, pages_for(context_tokens), dtype=torch.int32)
-        self.logits = new(MOST_SEQUENCES, config.vocab_size, dtype=f32)
 
     def run(self, segments: Sequence[Segment], states: Sequence[DeviceState]) -> Generator[float, None, Tensor]:
         """Feed at most `tokens` ids of at most MOST_SEQUENCES sequences, whose pages are reserved -> logits after each
@@ -237,6 +236,6 @@ class Sweep:
 
     def _logits(self, last: Tensor) -> Tensor:
         rows = to_octets(self.x[last.to(self.x.device)])
-        logits = self.logits[: len(last)]
+        (logits,) = self._room(slice(0, len(last)), (self.weights.config.vocab_size, torch.float32))
         decode_linear(rows, self.weights.lm_head, logits, norm=self.weights.final_norm)
         return logits.to("cpu", copy=True)
