@@ -107,6 +107,14 @@ def test_a_prompt_may_have_the_whole_context(device: Device) -> None:
     assert bool(found[0].isfinite().all())
 
 
+def test_a_long_prompt_takes_no_more_of_the_card(demo_store: Store) -> None:
+    """Another process may have taken the rest since the start."""
+    with opened(demo_store, pages=40, chunk_tokens=512) as other:
+        reserved = torch.cuda.memory_reserved()
+        alone(other, FULL[:-2])
+        assert torch.cuda.memory_reserved() == reserved
+
+
 def test_the_smallest_ring_and_chunk_read_as_any_other(device: Device, demo_store: Store) -> None:
     """What a card with little room gets: a ring of three blocks, parts of a few rows; most blocks from the disk."""
     expected = alone(device, PROMPT)

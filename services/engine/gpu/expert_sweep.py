@@ -48,8 +48,14 @@ class ExpertSweep:
         self.down_scales = torch.from_numpy(catalog.down_scales).to(device)
         self.places, self.ring = places, Ring(host, places, RING_GROUPS, most_rows=tokens)
         self.products = Products(places, self.layout, self.ring.tables, top_k, self.h, self.y)
+        self.tokens = tokens
         self.counts = torch.zeros(self.experts, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.copied_bytes = self.named_blocks = 0  # since the start; a block counts once in each call that names it
+
+    def reserve(self) -> None:
+        """Sorts as many ids as there may be: what torch takes of the card for that stays its own, whoever takes the
+        rest. To be called when nothing empties its cache any more."""
+        prefill.order(torch.zeros(self.tokens, self.top_k, dtype=torch.int32, device=self.device), self.experts)
 
     def ahead(self, layer: int, tokens: int) -> None:
         """The first blocks of this layer begin to come, if so many tokens will need all but few: the link is idle while

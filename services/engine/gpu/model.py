@@ -228,6 +228,7 @@ class DeviceModel:
         """So that its kernels are compiled and loaded before anybody waits. The state means nothing afterwards."""
         if self.sweep is None:
             return
+        self.sweep.experts.reserve()
         count = min(FIRST_SWEEP_TOKENS, self.sweep.tokens)
         state.reserve(count)
         for _ in self.sweep.run([Segment(state, [0] * count)], [state]):
