@@ -1,10 +1,12 @@
 """The api as a real server in a thread, for its tests."""
 
 import asyncio
+import functools
 import socket
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import uvicorn
@@ -14,15 +16,19 @@ from services.api.__main__ import Server
 from services.api.app import build_app
 from services.api.config import ApiConfig
 from services.api.connections import connection_options
+from services.api.model_folder import load_model_folder
 
 MODEL_DIR = Path(__file__).parents[2] / "demo"
+# Read once for all of them: it is as it was read, whoever uses it.
+model_folder = functools.cache(load_model_folder)
 
 
 class RunningApi:
     """The api on a free port, with its event loop in a thread."""
 
     def __init__(self, config: ApiConfig) -> None:
-        self.app = build_app(config, config.redis_url, config.redis_reader_url)
+        with mock.patch("services.api.app.load_model_folder", model_folder):
+            self.app = build_app(config, config.redis_url, config.redis_reader_url)
         listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         options = connection_options()
