@@ -6,11 +6,27 @@ start: the ledger, or a refusal that says what to change.
 
 import argparse
 import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 from services.engine.errors import StoreError
 from services.engine.experts.store import Store
-from services.engine.gpu.ledger import BUDGETS, GB, MIB, Layout, Wanted, require, stored_layout, view
+from services.engine.gpu.ledger import (
+    BUDGETS,
+    GB,
+    MIB,
+    MOST_SEQUENCES,
+    Kv,
+    Layout,
+    Wanted,
+    ledger,
+    longest_context,
+    require,
+    stored_layout,
+)
+from services.engine.model_config import ModelConfig
 from services.engine.vision.device import card_bytes
 from services.tools import synthetic_vision
 from services.tools.synthetic_shapes import RECIPES, SHAPES, dense_layout
@@ -51,6 +67,31 @@ def run(args: argparse.Namespace) -> int:
     budgets = BUDGETS if args.vram_mib is None else {"as given": args.vram_mib}
     print(f"{name}\n{view(config, dense, wanted, budgets)}")
     return 0
+
+
+def view(config: ModelConfig, dense: Layout, wanted: Wanted, budgets: Mapping[str, int] = BUDGETS) -> str:
+    """The ledger of `wanted`, and for each budget (MiB by name) how long a context so many sequences can have."""
+    made = ledger(config, dense, wanted)
+    lines = [
+        f"{wanted.sequences} sequences of {wanted.context_tokens} tokens, keys and values in {wanted.kv}:",
+        str(made),
+    ]
+    for name, budget_mib in budgets.items():
+        left = budget_mib - made.total_bytes / MIB
+        verdict = f"fits, {left:.0f} MiB left" if left >= 0 else f"does not fit, {-left:.0f} MiB too much"
+        lines += [
+            "",
+            f"{budget_mib} MiB, {name}: {verdict}",
+            f"  {'sequences':<12}{'longest context of each, tokens':<34}",
+        ]
+        lines.append(f"  {'':<12}" + "".join(f"{kv:>12}" for kv in get_args(Kv)))
+        for sequences in range(1, MOST_SEQUENCES + 1):
+            longest = [
+                longest_context(config, dense, replace(wanted, sequences=sequences, kv=kv), budget_mib * MIB)
+                for kv in get_args(Kv)
+            ]
+            lines.append(f"  {sequences:<12}" + "".join(f"{tokens or '-':>12}" for tokens in longest))
+    return "\n".join(lines)
 
 
 def _vision_bytes(store: Path | None) -> int:

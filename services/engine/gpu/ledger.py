@@ -222,31 +222,6 @@ def longest_context(config: ModelConfig, dense: Layout, wanted: Wanted, budget_b
     return min(low * PAGE_TOKENS, config.context_tokens)
 
 
-def view(config: ModelConfig, dense: Layout, wanted: Wanted, budgets: Mapping[str, int] = BUDGETS) -> str:
-    """The ledger of `wanted`, and for each budget (MiB by name) how long a context so many sequences can have."""
-    made = ledger(config, dense, wanted)
-    lines = [
-        f"{wanted.sequences} sequences of {wanted.context_tokens} tokens, keys and values in {wanted.kv}:",
-        str(made),
-    ]
-    for name, budget_mib in budgets.items():
-        left = budget_mib - made.total_bytes / MIB
-        verdict = f"fits, {left:.0f} MiB left" if left >= 0 else f"does not fit, {-left:.0f} MiB too much"
-        lines += [
-            "",
-            f"{budget_mib} MiB, {name}: {verdict}",
-            f"  {'sequences':<12}{'longest context of each, tokens':<34}",
-        ]
-        lines.append(f"  {'':<12}" + "".join(f"{kv:>12}" for kv in get_args(Kv)))
-        for sequences in range(1, MOST_SEQUENCES + 1):
-            longest = [
-                longest_context(config, dense, replace(wanted, sequences=sequences, kv=kv), budget_mib * MIB)
-                for kv in get_args(Kv)
-            ]
-            lines.append(f"  {sequences:<12}" + "".join(f"{tokens or '-':>12}" for tokens in longest))
-    return "\n".join(lines)
-
-
 def stored_layout(store: Path) -> dict[str, tuple[str, Shape]]:
     """Of a store's dense file; only its header is read. Raises CheckpointError."""
     return read_layout(store / DENSE)
