@@ -13,6 +13,7 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
+from services import garbage
 from services.api import logs, malloc
 from services.api.app import build_app
 from services.api.config import EMBEDDED, SECRET, ApiConfig, read_config
@@ -81,6 +82,7 @@ async def serve(config: ApiConfig, app: FastAPI, listening: socket.socket) -> No
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.handle_exit, number, None)
+    garbage.keep_what_is_there()
     host, port = listening.getsockname()[:2]
     print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     await server.serve(sockets=[listening])

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
+from services import garbage
 from services.engine.config import EngineConfig, read_config
 from services.engine.engine import Engine
 from services.engine.errors import DeviceError, EngineError
@@ -89,6 +90,7 @@ async def run(config: EngineConfig) -> int:
                 return 0
             parts = loading.result()
             engine = Engine(parts.info, parts.scheduler, parts.experts, parts.grammars, parts.sight, parts.exchange_dir)
+            garbage.keep_what_is_there()
             await server.serve(engine)
             say(
                 f"ready: gRPC on {config.host}:{server.port}, "

@@ -108,6 +108,7 @@ class Engine:
             if isinstance(event, Finish | Failed):
                 with self._wake:
                     self._open.over(sequence, event if isinstance(event, Finish) else None)
+                sequence.sink = _ignore  # else each would refer to itself, and stay until Python looks for such
             if pictures is not None and isinstance(event, Token | Finish | Failed):
                 pictures.release()  # the prompt was read
             sink(event)
@@ -119,6 +120,7 @@ class Engine:
             except EngineError:
                 if pictures is not None:
                     pictures.release()
+                sequence.sink = _ignore
                 raise
             self._open.add(sequence)
             self._pressing |= not request.idle
@@ -243,6 +245,10 @@ class Engine:
             with suppress(DeviceError), self._scheduler.at_the_cost_of():
                 self._scheduler.drop(sequence, error)
         self._scheduler.publish()
+
+
+def _ignore(event: Event) -> None:
+    """The sink of a request that is over."""
 
 
 def _with_picture_ids(request: Request) -> Request:

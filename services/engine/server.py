@@ -7,6 +7,7 @@ computes: the engine has its own thread, and events come over by `call_soon_thre
 
 import asyncio
 import logging
+import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
@@ -103,6 +104,7 @@ async def _errors_as_status(context: Context) -> AsyncIterator[None]:
     try:
         yield
     except EngineError as error:
+        traceback.clear_frames(error.__traceback__)  # grpc keeps what is raised here in a cycle, but not the prompt
         retry_after_s = getattr(error, "retry_after_s", None)
         more = () if retry_after_s is None else ((RETRY_AFTER_KEY, str(retry_after_s)),)
         await _abort(context, STATUS[type(error)], error.code, str(error), more)

@@ -1,13 +1,15 @@
 """The boundary: what is refused, what a cancel and a failure cost, and how the engine stops."""
 
+import gc
 import math
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from toy_engine import INFO, Call, Gate, answer, toy
+from toy_engine import INFO, Call, Gate, answer, soon, toy
 
 from services.engine.errors import (
     CancelledError,
@@ -329,3 +331,21 @@ def test_many_submitters_from_many_threads() -> None:
         for thread in threads:
             thread.join(timeout=60)
         assert [call.tokens for call in results] == [answer(list(PROMPT), 6)] * 40
+
+
+def test_a_request_that_is_over_is_let_go_without_python_s_collector() -> None:
+    """Prompts are long; cycles would keep hundreds of them until it runs."""
+    with toy() as t:
+        gc.disable()
+        try:
+            done, left = t.ask(GOOD), t.ask(replace(GOOD, max_tokens=500))
+            done.finish()
+            left.handle.cancel()
+            left.fail()
+            seen = [weakref.ref(call.handle._sequence) for call in (done, left)]
+            assert all(one() is not None for one in seen)
+            del done, left
+            t.ask(GOOD).finish()  # the thread keeps the last one that it had to do with
+            assert soon(lambda: all(one() is None for one in seen))
+        finally:
+            gc.enable()

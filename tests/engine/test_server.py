@@ -1,5 +1,6 @@
 """The gRPC server around a toy engine: the stream's order, statuses, health, and what a client that goes away costs."""
 
+import gc
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from toy_engine import CONFIG, INFO, Gate, Toy, answer, soon, toy
 from toy_server import Running, Stream, channel_to, code_of, serving, start
 
+from services.engine.call import Call
+from services.engine.request import Request
 from services.engine.server import Server
 from services.rpc import engine_pb2 as pb
 from services.rpc.engine_pb2_grpc import EngineStub
@@ -217,6 +220,18 @@ def test_a_full_queue_is_resource_exhausted(t: Toy, channel: grpc.Channel) -> No
     gate.open()
     for stream in streams:
         stream.rest()
+
+
+def test_calls_that_are_over_are_let_go_without_python_s_collector(t: Toy, channel: grpc.Channel) -> None:
+    """Refused ones too: grpc keeps the exception of each in a cycle, but not the prompt along with it."""
+    gc.collect()
+    gc.disable()
+    try:
+        test_a_full_queue_is_resource_exhausted(t, channel)
+        assert soon(lambda: not any(type(one) is Call for one in gc.get_objects()))
+        assert soon(lambda: sum(type(one) is Request for one in gc.get_objects()) <= 1), "but for the thread's last one"
+    finally:
+        gc.enable()
 
 
 def test_a_failed_step_is_internal_and_the_next_call_is_served(t: Toy, channel: grpc.Channel) -> None:
