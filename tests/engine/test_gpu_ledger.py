@@ -383,6 +383,28 @@ def test_what_is_automatic_fits_the_card(
         assert (less.sequences, less.chunk_tokens, less.context_tokens) <= (sequences, chunk, tokens)
 
 
+@pytest.mark.parametrize(
+    ("card_mib", "settings", "chunk", "tokens"),
+    [
+        (7650, {}, 512, 13_696),  # 256 would leave room for 17,024
+        (7750, {}, 1024, 19_840),
+        (7550, {"kv_format": "fp8", "context_tokens": 16_384}, 0, 16_384),
+        (7550, {"kv_format": "fp8", "context_tokens": 8192}, 256, 8192),
+        (7550, {"prefill_chunk_tokens": 128}, 128, 5440),
+    ],
+    ids=str,
+)
+def test_chunks_and_context_share_what_is_left_but_what_is_asked_for_is_had(
+    card_mib: int, settings: dict[str, Any], chunk: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "stored_layout", lambda _: DENSE)
+    store = cast(Store, SimpleNamespace(config=SUPER, folder=None, vision=lambda: None, draft_file=None))
+    plan = plan_device(
+        EngineConfig(**settings), store, card_mib * MIB - ledgers.CONTEXT_BYTES, locked_bytes=22_800_000_000
+    )
+    assert (plan.chunk_tokens, plan.context_tokens) == (chunk, tokens)
+
+
 def test_what_the_card_reads_of_ram_takes_page_tables_there() -> None:
     plain, locked = (ledger(SUPER, DENSE, Wanted(locked_bytes=size)) for size in (0, 1 << 30))
     assert locked.total_bytes - plain.total_bytes == 2 * MIB

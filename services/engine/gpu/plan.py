@@ -30,7 +30,9 @@ from services.engine.pages import PAGE_TOKENS, pages_for
 from services.engine.vision.device import card_bytes, readable
 
 COMFORTABLE_TOKENS = 16_384  # of context; fewer sequences rather than less of it
-MODEST_TOKENS = (4096, 2048)  # less than comfortable, but read in chunks: a longer one would take minutes
+# What to be content with, one after the other: tokens of context, and of a chunk, at least. With short chunks, and even
+# more without any, a longer context would take minutes to read.
+CONTENT_WITH = ((COMFORTABLE_TOKENS, 512), (8192, 512), (4096, 1), (2048, 1))
 MOST_TOKENS = 131_072  # of context, if nobody asks for more
 CHUNKS = (2048, 1024, 512, 256, 0)  # tokens of prompts read at once; 0: one by one, as answers are
 COMFORTABLE_CHUNK = 1024
@@ -116,8 +118,12 @@ def plan_device(
             for wanted in tried
         ]
         chosen = tried[-1]
-        for least in (comfortable, *(tokens for tokens in MODEST_TOKENS if tokens < comfortable)):
-            enough = (each for each in tried if each.chunk_tokens and longest(each) >= least)
+        for least, least_chunk in ((comfortable, 1),) if config.context_tokens else CONTENT_WITH:
+            enough = (
+                each
+                for each in tried
+                if each.chunk_tokens >= max(1, min(least_chunk, chunks[0])) and longest(each) >= min(least, comfortable)
+            )
             if (found := next(enough, None)) is not None:
                 chosen = found
                 break
