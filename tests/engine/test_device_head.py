@@ -53,6 +53,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return small_store(tmp_path_factory.mktemp("small"))
 
 
+# Between GPU and CPU. A card rounds sums elsewhere, so that a key may fall to the BF16 value on the other side: 7e-5 seen.
+CLOSE = 5e-4 if torch.cuda.is_available() else 1e-5
+
+
 class Rig:
     """Both blocks; each follows the same ids behind the same states of a network."""
 
@@ -142,7 +146,7 @@ def test_logits_are_those_of_the_cpu_and_ids_can_be_made_up_for(rig: Rig) -> Non
     every = rig.ours(set(range(1, len(IDS))))
     for place, logits in every.items():
         assert logits.isfinite().all()
-        assert error(logits, theirs[place - 1]) < 1e-5
+        assert error(logits, theirs[place - 1]) < CLOSE
         assert error(logits, theirs[place - 2]) > 0.1, "another place must show"
     some = rig.ours({1, 3, 4})
     assert [decoder._tokens for decoder in rig.device.decoders] == [len(IDS) - 1 + 2, 1]
