@@ -53,7 +53,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return small_store(tmp_path_factory.mktemp("small"))
 
 
-# Between GPU and CPU. A card rounds sums elsewhere, so that a key may fall to the BF16 value on the other side: 7e-5 seen.
+# Between GPU and CPU. On a card sums are rounded elsewhere, and a key may become the other BF16 value: 7e-5 was seen.
 CLOSE = 5e-4 if torch.cuda.is_available() else 1e-5
 
 
