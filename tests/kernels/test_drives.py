@@ -98,6 +98,31 @@ def test_damaged_on_both_drives(blocks: BlocksOnDisk, tmp_path: Path) -> None:
     host.close()
 
 
+@pytest.mark.parametrize("damaged", [(), (0,), (1,), (0, 1)], ids=["sound", "first", "second", "both"])
+def test_a_block_comes_from_both_drives_at_once(damaged: tuple[int, ...]) -> None:
+    """Half of its pieces from each; what one has damaged comes from the other."""
+    blocks = SyntheticBlocks(BlockLayout(1024, 2688), 1, 2)
+    memory, catalog = blocks.memory(1)
+    catalog = replace(catalog, copies=(Copy(catalog.path, catalog.offsets),))
+    held = [memory.copy(), memory.copy()]
+    for drive in damaged:
+        held[drive][::409600] ^= 1  # in every piece
+    drives = [EmulatedDrive(each, gb_s=0.1) for each in held]
+    host = Host(catalog, Workers(1), slots=2, readers=8, drives=drives)
+    x, ids = blocks.inputs(1, seed=1), torch.tensor([[0]], dtype=torch.int32)
+    if len(damaged) == 2:
+        with pytest.raises(BlockError, match="checksum does not match, twice"):
+            host.step(0, ids, torch.ones(1, 1), x)
+    else:
+        host.step(0, ids, torch.ones(1, 1), x)
+        said = "".join(host.notices())
+        assert ("had to be read again" in said) == bool(damaged)
+    host.check()
+    host.close()
+    if not damaged:
+        assert [drive.counts().reads for drive in drives] == [4, 4]
+
+
 def test_a_copy_that_is_not_there(blocks: BlocksOnDisk, tmp_path: Path) -> None:
     catalog = with_copy(blocks, tmp_path / "second")
     catalog.copies[0].path.unlink()

@@ -39,20 +39,25 @@ int64_t Blocks::piece_begin(int piece) const { return catalog_.shape.block_bytes
 
 void Blocks::begin(int key, uint8_t* to, Arrival* arrival) {
   arrival->key_ = key;
-  arrival->drive_ = choose(key, -1);
   arrival->to_ = to;
   arrival->here_.assign(size_t(pieces_), false);
-  in_flight_[size_t(arrival->drive_)]++;
 }
 
 bool Blocks::read_piece(Arrival& arrival, int piece, std::string* error) {
   const int64_t begin = piece_begin(piece), bytes = piece_begin(piece + 1) - begin;
-  const size_t drive = size_t(arrival.drive_);
-  const int64_t from = catalog_.offsets[drive][size_t(arrival.key_)] + begin;
-  const std::string wrong = drives_[drive]->read(from, bytes, arrival.to_ + begin);
+  const int drive = choose(arrival.key_, piece, -1);
+  in_flight_[size_t(drive)]++;
+  const int64_t from = catalog_.offsets[size_t(drive)][size_t(arrival.key_)] + begin;
+  const std::string wrong = drives_[size_t(drive)]->read(from, bytes, arrival.to_ + begin);
+  in_flight_[size_t(drive)]--;
   {
     std::unique_lock<std::mutex> lock(arrival.mutex_);
-    if (arrival.wrong_.empty()) arrival.wrong_ = wrong;
+    auto& drives = arrival.drives_;
+    if (std::find(drives.begin(), drives.end(), drive) == drives.end()) drives.push_back(drive);
+    if (!wrong.empty() && arrival.wrong_.empty()) {
+      arrival.wrong_ = wrong;
+      arrival.wrong_drive_ = drive;
+    }
     arrival.here_[size_t(piece)] = true;
     if (arrival.checking_) return false;  // by a thread that goes on with this piece
     arrival.checking_ = true;
@@ -66,7 +71,6 @@ bool Blocks::read_piece(Arrival& arrival, int piece, std::string* error) {
     arrival.checking_ = false;
     if (arrival.checked_ < pieces_) return false;
   }
-  in_flight_[drive]--;
   if (arrival.wrong_.empty()) arrival.wrong_ = verdict(arrival);
   *error = arrival.wrong_.empty() ? "" : again(arrival);
   return true;
@@ -92,25 +96,40 @@ std::string Blocks::verdict(const Arrival& arrival) const {
 
 // What did not come right, once more and in one go. Empty, or what is wrong for good.
 std::string Blocks::again(const Arrival& first) {
-  const size_t drive = size_t(choose(first.key_, first.drive_)), key = size_t(first.key_);
-  Arrival second;
-  second.to_ = first.to_;
-  second.key_ = first.key_;
-  in_flight_[drive]++;
-  std::string wrong = drives_[drive]->read(catalog_.offsets[drive][key], catalog_.shape.block_bytes, first.to_);
-  in_flight_[drive]--;
-  if (wrong.empty()) {
-    for (int piece = 0; piece < pieces_; piece++) check(piece, second);
-    wrong = verdict(second);
+  // Which drive's bytes do not fit the checksum is known only if all came from one.
+  const int bad = first.drives_.size() == 1 ? first.drives_.front() : first.wrong_drive_;
+  std::vector<int> tried = first.drives_;
+  if (bad >= 0) tried = {choose(first.key_, 0, bad)};
+  std::string wrong;
+  for (const int drive : tried) {
+    wrong = whole(first.key_, drive, first.to_);
+    if (!wrong.empty()) {
+      wrong = catalog_.name(first.key_) + ": " + drives_[size_t(drive)]->name() + ": " + wrong +
+              (wrong == CHANGED ? ", twice: the bytes on disk have changed; run thimble repack again" : "");
+      continue;
+    }
+    const auto other = std::find_if(first.drives_.begin(), first.drives_.end(), [&](int each) { return each != drive; });
+    const int suspect = bad >= 0 ? bad : *other;
+    std::lock_guard<std::mutex> lock(notices_);
+    if (!std::exchange(told_, true))
+      notice_ = catalog_.name(first.key_) + " had to be read again, " + drives_[size_t(suspect)]->name() + ": " +
+                first.wrong_ + "; the second read was good. The disk or its cable may be failing (this is said once)";
+    return "";
   }
-  if (!wrong.empty())
-    return catalog_.name(first.key_) + ": " + drives_[drive]->name() + ": " + wrong +
-           (wrong == CHANGED ? ", twice: the bytes on disk have changed; run thimble repack again" : "");
-  std::lock_guard<std::mutex> lock(notices_);
-  if (!std::exchange(told_, true))
-    notice_ = catalog_.name(first.key_) + " had to be read again, " + drives_[size_t(first.drive_)]->name() + ": " +
-              first.wrong_ + "; the second read was good. The disk or its cable may be failing (this is said once)";
-  return "";
+  return wrong;
+}
+
+std::string Blocks::whole(int key, int drive, uint8_t* to) {
+  Arrival read;
+  read.to_ = to;
+  read.key_ = key;
+  in_flight_[size_t(drive)]++;
+  const int64_t from = catalog_.offsets[size_t(drive)][size_t(key)];
+  std::string wrong = drives_[size_t(drive)]->read(from, catalog_.shape.block_bytes, to);
+  in_flight_[size_t(drive)]--;
+  if (!wrong.empty()) return wrong;
+  for (int piece = 0; piece < pieces_; piece++) check(piece, read);
+  return verdict(read);
 }
 
 double Blocks::rate(int depth, int64_t limit_ns, uint32_t seed) {
@@ -170,12 +189,12 @@ std::string Blocks::take_notice() {
   return "";
 }
 
-// Another drive than `but`, if one holds the block. Drives that are equally busy take turns by key.
-int Blocks::choose(int key, int but) const {
+// Another drive than `but`, if one holds the block. Drives that are equally busy take turns.
+int Blocks::choose(int key, int piece, int but) const {
   const int count = int(drives_.size());
   int chosen = but;
   for (int i = 0; i < count; i++) {
-    const int drive = (key + i) % count;
+    const int drive = (key + piece + i) % count;
     if (drive == but || catalog_.offsets[size_t(drive)][size_t(key)] == NOT_THERE) continue;
     if (chosen == but || in_flight_[size_t(drive)].load() < in_flight_[size_t(chosen)].load()) chosen = drive;
   }
