@@ -1,7 +1,8 @@
 """`thimble spread`: copies of a store's expert blocks on a further disk, so that both are read at once.
 
-A mirror, all blocks, by default; `--part 1/2` copies every second block only: two like disks are then as fast, and the
-second one needs half the room. The engine is told of the folder by THIMBLE_ENGINE_COPIES.
+A mirror, all blocks, by default: of a block that both hold, each reads a half. `--part 1/2` copies every second block
+only, which needs half the room, and does less for a block that is missing alone. The engine is told of the folder by
+THIMBLE_ENGINE_COPIES.
 """
 
 import argparse
