@@ -1,6 +1,8 @@
 """The loader takes the real model's whole list of tensors, as it is published. Headers only: there is no data."""
 
+import gc
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,14 @@ from vectors.super_layout import Layout
 from services.engine.checkpoint import Checkpoint
 from services.engine.errors import CheckpointError
 from services.tools import repack_dense
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_collected() -> Iterator[None]:
+    """Half of the time would go into looking for garbage among a million objects that stay."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(scope="module")
