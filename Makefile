@@ -62,7 +62,7 @@ locks: .venv/test.stamp
 # Known holes in what is pinned, by PyPI's database; asks the internet, keeps what it said in .build/audit.md.
 # `make audit AUDIT_FLAGS="-s osv"` asks another.
 audit:
-	rm -rf .build/audit && $(PYTHON) -m venv .build/audit && .build/audit/bin/pip install --quiet pip-audit==2.10.1
+	rm -rf .build/audit .build/audit.md && $(PYTHON) -m venv .build/audit && .build/audit/bin/pip install --quiet pip-audit==2.10.1
 	.build/audit/bin/pip-audit --strict --no-deps --disable-pip --requirement services/locks/everything.txt \
 	  --format markdown --output .build/audit.md $(AUDIT_FLAGS); status=$$?; cat .build/audit.md 2>/dev/null; exit $$status
 

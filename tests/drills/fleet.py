@@ -29,10 +29,11 @@ class Fleet:
         redis_mb: int = 64,
         redis_url: str = "",
         more: Mapping[str, str] = MappingProxyType({}),
+        engine: Sequence[str] = ("-m", "services.engine"),
         **settings: str,
     ) -> None:
         """`redis_mb` 0: none, or the one at `redis_url`. `settings` are of services, as ENGINE_WORKERS="1"; `more` are
-        other variables of the environment of all."""
+        other variables of the environment of all; `engine` is what Python runs."""
         self._folder = folder
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.answers = 0  # that `chat` has had
@@ -64,6 +65,7 @@ class Fleet:
         self._commands = {
             REDIS: [str(get_binary_path()), "--port", port, "--bind", "127.0.0.1", "--dir", str(folder), *memory],
             API: [sys.executable, "-m", "services.api"],
+            **{name: [sys.executable, *engine] for name in self.engines},
         }
 
     def __enter__(self) -> "Fleet":
@@ -81,10 +83,9 @@ class Fleet:
 
     def start(self, name: str) -> None:
         """Returns at once; it may take a while to answer."""
-        command = self._commands.get(name, [sys.executable, "-m", "services.engine"])
         with (self._folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                command, env=self._environ[name], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                self._commands[name], env=self._environ[name], stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 
     def kill(self, name: str) -> None:
