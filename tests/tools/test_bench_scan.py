@@ -11,6 +11,8 @@ import torch
 from services.tools import bench_scan, cli
 
 SCRIPT = """
+import quick_interpreter
+quick_interpreter.install()
 import torch
 from kernels.mamba import chunk_scan
 from kernels.mamba.gpu import Sizes
@@ -61,8 +63,8 @@ print("checked")
 
 
 def test_its_checks_pass_ours_and_catch_what_is_wrong() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
     root = Path(__file__).parents[2]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=root, env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "checked", done.stderr[-2000:]
 
