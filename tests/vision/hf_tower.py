@@ -1,13 +1,13 @@
-"""A random tower and projector: as our file of vision tensors, and as transformers' own modules with these weights."""
+"""A random tower and projector: as our file of vision tensors, and as transformers' own modules with these weights.
+
+transformers is imported by whoever asks for the latter: it takes four seconds of each process that collects tests.
+"""
 
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers.models.nemotron_h_omni import modeling_nemotron_h_omni as omni
-from transformers.models.radio.configuration_radio import RadioConfig
-from transformers.models.radio.modeling_radio import RadioModel
 
 from services.engine.vision.config import CLIP_MEAN, CLIP_STD, VisionConfig
 
@@ -66,6 +66,10 @@ class Theirs:
     """transformers' tower, final norm and projector, eager attention, float32."""
 
     def __init__(self, tensors: dict[str, Tensor], config: VisionConfig = CONFIG) -> None:
+        from transformers.models.nemotron_h_omni import modeling_nemotron_h_omni as omni
+        from transformers.models.radio.configuration_radio import RadioConfig
+        from transformers.models.radio.modeling_radio import RadioModel
+
         radio = RadioConfig(
             hidden_size=config.width,
             num_hidden_layers=config.blocks,
@@ -81,6 +85,7 @@ class Theirs:
         self.projector = omni.NemotronH_Omni_Reasoning_V3MultiModalProjector(
             4 * config.width, config.projector, config.hidden
         )
+        self.shuffle = omni.NemotronH_Omni_Reasoning_V3.pixel_shuffle
         named = {"embeddings.patch_projection.weight": tensors["embedder"]}
         named |= {"embeddings.position_embedding": tensors["position"]}
         named |= {"embeddings.cls_register_token": tensors["class_tokens"]}
@@ -115,5 +120,4 @@ class Theirs:
     def embeddings(self, patches: Tensor, grid: tuple[int, int], final_norm: bool = True) -> Tensor:
         found = self.features(patches, grid)
         found = self.norm(found) if final_norm else found
-        shuffle = omni.NemotronH_Omni_Reasoning_V3.pixel_shuffle
-        return self.projector(shuffle(None, found.view(1, *grid, -1)).flatten(0, 2))
+        return self.projector(self.shuffle(None, found.view(1, *grid, -1)).flatten(0, 2))
