@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -30,10 +30,8 @@ from services.engine.experts.warm import NAME, OFF, WarmSet
 from services.engine.fingerprint import arithmetic_fingerprint
 from services.engine.gpu import ranges
 from services.engine.gpu.locking import measured_share
-from services.engine.gpu.memory import DeviceState, page_locked
-from services.engine.gpu.model import DeviceModel, arithmetic_path
 from services.engine.gpu.nvml import Card, CardFigures
-from services.engine.gpu.open import AWAKE_US, Sizes, open_device, usable_device
+from services.engine.gpu.usable import usable_device
 from services.engine.grammar import Grammars
 from services.engine.metrics import Metrics, owner
 from services.engine.model import Model
@@ -49,10 +47,12 @@ from services.engine.snapshots.payload import PayloadFormat
 from services.engine.speculation import Speculation
 from services.engine.state import State
 from services.engine.vision.cache import PictureCache
-from services.engine.vision.device import DeviceTower
 from services.engine.vision.sight import Read, Sight
 from services.engine.vision.weights import VisionWeights
 from services.engine.vllm_names import VllmNames
+
+if TYPE_CHECKING:
+    from services.engine.gpu.model import DeviceModel
 
 SYNTHETIC = "synthetic"
 RESTARTS = "RESTARTED_ENGINE"  # in the environment of a process that follows one whose GPU failed: how many there were
@@ -83,6 +83,10 @@ def load(
     begin = time.perf_counter()
     store = Store.open(config.store)
     on_gpu = _on_gpu(config, say)
+    if on_gpu:  # Triton and all its kernels: half a second of the start that an engine on the CPU has no use for
+        from services.engine.gpu.memory import DeviceState, page_locked
+        from services.engine.gpu.model import arithmetic_path
+        from services.engine.gpu.open import AWAKE_US, Sizes, open_device
     card = (torch.cuda.mem_get_info()[0], measured_share()) if on_gpu else ()
     plan = make_plan(config, store, Machine.here(), *card)
     say(f"plan: {plan}")
@@ -205,6 +209,9 @@ def _reader(
     """Reads pictures on the card, if the plan has room for that and the system gives it."""
     if plan.device is None or not plan.device.sees:
         return None
+    from services.engine.gpu.model import DeviceModel
+    from services.engine.vision.device import DeviceTower
+
     assert isinstance(experts, HostExperts)  # else the GPU would not run
     assert isinstance(network, DeviceModel)
     try:

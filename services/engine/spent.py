@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from kernels.experts.device.turns import Times
+from kernels.experts.device.times import Times
 
 # dense       the layers themselves; on a GPU all that the host waits for, so also what is left of the card's experts
 # experts     the host's routed experts, without the disk

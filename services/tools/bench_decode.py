@@ -35,7 +35,7 @@ from services.engine.gpu.ledger import (
     stored_layout,
 )
 from services.engine.gpu.memory import DevicePool, DeviceState
-from services.engine.gpu.open import usable_device
+from services.engine.gpu.usable import usable_device
 from services.engine.gpu.weights import DeviceWeights
 from services.engine.pages import pages_for
 from services.tools import decode_report, figures, replay

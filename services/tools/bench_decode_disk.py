@@ -45,7 +45,8 @@ from services.engine.experts.store import Store
 from services.engine.experts.streamer import catalog
 from services.engine.gpu.ledger import dense_bytes, stored_layout
 from services.engine.gpu.memory import DevicePool
-from services.engine.gpu.open import AWAKE_US, usable_device
+from services.engine.gpu.open import AWAKE_US
+from services.engine.gpu.usable import usable_device
 from services.engine.gpu.weights import DeviceWeights
 from services.engine.model_config import ModelConfig
 from services.engine.pages import pages_for

@@ -47,8 +47,9 @@ from services.engine.gpu.ledger import (
 )
 from services.engine.gpu.memory import DevicePool, DeviceState
 from services.engine.gpu.model import DeviceModel
-from services.engine.gpu.open import AWAKE_US, usable_device
+from services.engine.gpu.open import AWAKE_US
 from services.engine.gpu.token import Replay
+from services.engine.gpu.usable import usable_device
 from services.engine.gpu.weights import DeviceWeights, HeadWeights
 from services.engine.model import Segment
 from services.engine.model_config import ModelConfig

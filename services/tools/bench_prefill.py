@@ -36,8 +36,9 @@ from services.engine.gpu.decoder import Placement
 from services.engine.gpu.ledger import CONTEXT_BYTES, MIB, Kv, Wanted, ledger, require, stored_layout
 from services.engine.gpu.memory import DevicePool
 from services.engine.gpu.model import DeviceModel
-from services.engine.gpu.open import AWAKE_US, usable_device
+from services.engine.gpu.open import AWAKE_US
 from services.engine.gpu.plan import CHUNKS
+from services.engine.gpu.usable import usable_device
 from services.engine.gpu.weights import DeviceWeights
 from services.engine.model import DECODED_TOKENS, Segment
 from services.engine.model_config import ModelConfig

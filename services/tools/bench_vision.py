@@ -23,7 +23,7 @@ import torch
 from services.engine.errors import StoreError
 from services.engine.experts.store import Store
 from services.engine.gpu.ledger import MIB, VISION_KERNEL_BYTES, dense_bytes, stored_layout
-from services.engine.gpu.open import usable_device
+from services.engine.gpu.usable import usable_device
 from services.engine.vision.config import VisionConfig
 from services.engine.vision.device import DeviceTower, card_bytes
 from services.engine.vision.embedding import embed

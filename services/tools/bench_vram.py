@@ -28,7 +28,8 @@ from services.engine.gpu.ledger import MIB
 from services.engine.gpu.locking import measured_share
 from services.engine.gpu.memory import DevicePool
 from services.engine.gpu.model import DeviceModel
-from services.engine.gpu.open import AWAKE_US, usable_device
+from services.engine.gpu.open import AWAKE_US
+from services.engine.gpu.usable import usable_device
 from services.engine.gpu.weights import DeviceWeights
 from services.engine.pages import pages_for
 from services.tools import figures

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.experts.device.turns import SharedSlots, Times
+from kernels.experts.device.times import Times
+from kernels.experts.device.turns import SharedSlots
 from kernels.experts.host.binding import Host
 from kernels.workers.pool import Workers
 from services.engine.experts.store import Store

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import engine_process
 import grpc
 import pytest
 from engine_process import start_engine, stop_engine
@@ -123,6 +124,9 @@ def test_it_prints_settings_plan_and_addresses_and_stops_within_seconds(demo_sto
     assert "stop_timeout_s = 0.5 s" in printed
     assert "plan: " in printed
     assert "experts, 448 of 448 blocks" in printed
+    libraries = Path(f"/proc/{engine.process.pid}/maps").read_text()
+    assert "libtorch_cpu" in libraries
+    assert engine_process.TESTED_DEVICE != "cpu" or "libtriton" not in libraries, "half a second of the start"
     with grpc.insecure_channel(engine.address) as channel:
         endless = pb.GenerateIn(start=pb.Start(ids=[1] * 20, max_tokens=4000))
         call = EngineStub(channel).Generate(iter([endless]), timeout=100)

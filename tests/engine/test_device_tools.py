@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.engine.errors import DeviceError
-from services.engine.gpu.open import check_build_tools
+from services.engine.gpu.usable import check_build_tools
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from toy_engine import INFO, ToyExperts
 
-from kernels.experts.device.turns import Times
+from kernels.experts.device.times import Times
 from services.engine.gpu import nvml
 from services.engine.gpu.counts import DeviceCounts, Sizes, brought, decoded, swept
 from services.engine.metrics import Metrics, owner

@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from kernels.experts.device.turns import Times
+from kernels.experts.device.times import Times
 from services.engine.gpu.ledger import MIB
 from services.tools import bench_decode, synth
 from services.tools.bench_experts import PUBLISHED

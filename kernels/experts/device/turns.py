@@ -8,7 +8,6 @@ expert buffers are ExpertStep's. Everything is allocated here, before a graph is
 
 import contextlib
 import ctypes
-from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate, pairwise
 
@@ -18,6 +17,7 @@ import triton
 from kernels.experts import handoff
 from kernels.experts.decode_step import ExpertStep
 from kernels.experts.device.context import current_context
+from kernels.experts.device.times import Times
 from kernels.experts.device.vram_slots import VramSlots
 from kernels.experts.host.binding import Host
 from kernels.experts.host.replay import hinted
@@ -43,22 +43,6 @@ class HandoffError(RuntimeError):
     """A turn did not end as it should; the token's result is void. The message says what happened."""
 
     code = "handoff_failed"
-
-
-@dataclass(frozen=True)
-class Times:
-    """Sums since the turns were opened. `plan_ns`: of the host's time, until the GPU is told what it computes;
-    `waited_ns`: the GPU's wait for the host's results."""
-
-    turns: int
-    gpu_experts: int
-    host_experts: int
-    host_ns: int
-    plan_ns: int
-    idle_ns: int
-    waited_ns: int
-    share_thousandths: int
-    vram_experts: int = 0  # of the GPU's, those whose blocks it had in its own memory
 
 
 class SharedSlots:

@@ -4,7 +4,7 @@ themselves are the hand-off's (Times) and the sweep's.
 
 from dataclasses import dataclass
 
-from kernels.experts.device.turns import Times
+from kernels.experts.device.times import Times
 
 
 @dataclass(frozen=True)

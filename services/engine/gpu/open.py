@@ -5,13 +5,9 @@ weights come. Everything is taken here; nothing is allocated while tokens run.
 """
 
 import gc
-import os
-import shutil
-import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -24,6 +20,7 @@ from services.engine.gpu.decoder import Placement
 from services.engine.gpu.ledger import Kv
 from services.engine.gpu.memory import DevicePool
 from services.engine.gpu.model import DeviceModel
+from services.engine.gpu.usable import usable_device
 from services.engine.gpu.weights import DeviceWeights, HeadWeights
 
 MOST_UNTOLD_BYTES = 1 << 30
@@ -140,41 +137,6 @@ class _Reporter:
         left_s = spent_s * (1 - share) / share
         self._say(
             f"weights: {sent_bytes / 1e9:.1f} GB are on the GPU after {spent_s:.1f} s, at most {left_s:.0f} s left"
-        )
-
-
-def usable_device() -> torch.device:
-    """The current CUDA device. Raises DeviceError, which says what is missing."""
-    if not torch.cuda.is_available():
-        built = torch.version.cuda
-        reason = (
-            "this PyTorch was built without CUDA: install the CUDA build of the same version"
-            if built is None
-            else f"no NVIDIA GPU or a driver too old for CUDA {built}: look at nvidia-smi"
-        )
-        raise DeviceError(f"no usable GPU: {reason}; or set THIMBLE_ENGINE_DEVICE=cpu")
-    # Else the allocator rounds every tensor of the weights up to its own sizes: 1 % of the card.
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    major, minor = torch.cuda.get_device_capability()
-    if (major, minor) < (8, 0):
-        raise DeviceError(
-            f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}; the kernels need 8.0 (RTX 30 "
-            "series) or later; set THIMBLE_ENGINE_DEVICE=cpu"
-        )
-    check_build_tools()
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def check_build_tools() -> None:
-    """Triton compiles launchers in C, with Python's headers. Raises DeviceError for what is missing."""
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        raise DeviceError("no usable GPU: its kernels need a C compiler at first use: install gcc")
-    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # where Triton looks, too
-    header = Path(sysconfig.get_path("include", scheme), "Python.h")
-    if not header.exists():
-        raise DeviceError(
-            f"no usable GPU: its kernels need Python's headers at first use, and {header.name} is not there: install "
-            "python3-dev (for another Python than the system's, its own development package)"
         )
 
 

@@ -27,7 +27,6 @@ from services.engine.gpu.ledger import (
 )
 from services.engine.model_config import ModelConfig
 from services.engine.pages import PAGE_TOKENS, pages_for
-from services.engine.vision.device import card_bytes, readable
 
 COMFORTABLE_TOKENS = 16_384  # of context; fewer sequences rather than less of it
 # What to be content with, one after the other: tokens of context, and of a chunk, at least. With short chunks, and even
@@ -140,6 +139,8 @@ def plan_device(
         if longest < comfortable:
             return wanted
         return replace(more, context_tokens=config.context_tokens or min(longest, MOST_TOKENS))
+
+    from services.engine.vision.device import card_bytes, readable  # Triton's kernels: only who has a card needs them
 
     weights = store.vision()
     vision_bytes = card_bytes(weights) if weights and readable(weights.config) else 0
