@@ -188,8 +188,6 @@ def _drafts(config: EngineConfig, store: Store, device: DevicePlan | None) -> tu
     kinds, head = ["ngram"], "the model's own"
     if store.draft_file is None:
         head = "the store has no multi-token-prediction block"
-    elif device is not None and config.speculation != "on":
-        head = "the model's own, which has never run on a GPU, only with THIMBLE_ENGINE_SPECULATION=on"
     elif device is not None and not device.ledger.wanted.head_bytes:
         head = "no room for the model's own beside a comfortable context on the card"
     else:

@@ -353,15 +353,14 @@ def test_the_plan_says_what_is_tried(store: Store, mode: str) -> None:
     assert f"speculation: {mode}" in said[0]
     assert ("multi-token-prediction block, float32" in said[0]) == (mode != "off")
     on_gpu = make_plan(config, store, Machine(10 * GB, 2), card_free_bytes=8 << 30)
-    assert on_gpu.drafts == {"off": (), "auto": ("ngram",), "on": ("ngram", "mtp")}[mode]
-    assert ("MiB  multi-token-prediction block" in str(on_gpu)) == (mode == "on")
-    assert ("has never run on a GPU" in str(on_gpu)) == (mode == "auto")
+    assert on_gpu.drafts == {"off": (), "auto": ("ngram", "mtp"), "on": ("ngram", "mtp")}[mode]
+    assert ("MiB  multi-token-prediction block" in str(on_gpu)) == (mode != "off")
     assert ("what Mamba layers keep of drafts" in str(on_gpu)) == (mode != "off")
     full = SimpleNamespace(ledger=SimpleNamespace(wanted=SimpleNamespace(drafts=False, head_bytes=0)))
     tight = SimpleNamespace(ledger=SimpleNamespace(wanted=SimpleNamespace(drafts=True, head_bytes=0)))
     kinds, said_of_it = _drafts(config, store, cast(Any, tight))
     assert kinds == on_gpu.drafts[:1]
-    assert ("no room for the model's own" in said_of_it) == (mode == "on")
+    assert ("no room for the model's own" in said_of_it) == (mode != "off")
     assert ("no room for steps of two tokens" in _drafts(config, store, cast(Any, full))[1]) == (mode != "off")
     traced = make_plan(dataclasses.replace(config, trace="here"), store, Machine(10 * GB, 2))
     assert ("speculation: off: a trace" in str(traced)) == (mode != "off")

@@ -130,9 +130,8 @@ def plan_device(
         return replace(chosen, context_tokens=context)
 
     def with_head(wanted: Wanted) -> Wanted:
-        """And the multi-token-prediction block, where a comfortable context still fits; only for who asks for it, as
-        long as it has not run on a card."""
-        if store.draft_file is None or not wanted.drafts or config.speculation != "on":
+        """And the multi-token-prediction block, where a comfortable context still fits."""
+        if store.draft_file is None or not wanted.drafts:
             return wanted
         more = replace(wanted, head_bytes=head_weight_bytes(model, read_layout(store.folder / DRAFT)))
         longest = longest_context(model, layout, more, budget)
