@@ -10,23 +10,28 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MOST_LINES = 400
 
+SHARED = ("services.settings", "services.garbage", "services.vocabulary")
+
 # What each part may import of this project. Longest prefix wins.
 ALLOWED = {
     "kernels": {"kernels"},
     "services.settings": set(),
+    "services.garbage": set(),
+    "services.vocabulary": {"services.vocabulary_trial"},
+    "services.vocabulary_trial": set(),
     "services.rpc": {"services.rpc"},
-    "services.engine": {"services.engine", "services.rpc", "services.settings", "kernels"},
-    "services.api": {"services.api", "services.rpc", "services.settings"},
+    "services.engine": {"services.engine", "services.rpc", *SHARED, "kernels"},
+    "services.api": {"services.api", "services.rpc", *SHARED},
     "services.tools": {
         "services.tools",
         "services.engine",
         "services.api",
         "services.rpc",
-        "services.settings",
+        *SHARED,
         "kernels",
     },
 }
-TORCH_FREE = ("services.api", "services.rpc", "services.settings")
+TORCH_FREE = ("services.api", "services.rpc", *SHARED, "services.vocabulary_trial")
 
 
 def modules() -> list[Path]:
