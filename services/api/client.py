@@ -101,6 +101,11 @@ class Engine:
         await self._channel.close(grace=None)
 
 
+def _seen(done: "asyncio.Future[Any]") -> None:
+    if not done.cancelled():
+        done.exception()  # nobody may be there any more to see it
+
+
 class Generation:
     """One Generate call. Iterate for the engine's messages; every failure is an ApiError. `cancel` frees the sequence
     and is safe at any time."""
@@ -109,6 +114,7 @@ class Generation:
         self._call = call
         self._engine = engine
         self._ahead: pb.GenerateOut | None = None  # read, and not yet told
+        self._reading: asyncio.Future[Any] | None = None
 
     async def start(self, start: pb.Start) -> None:
         """Send the request and wait until the engine has taken it in or refused it."""
@@ -128,7 +134,7 @@ class Generation:
                 continue
             try:
                 with _translated():
-                    message = await self._call.read()
+                    message = await self._read()
             except EngineLost:
                 self._engine.note_failure()
                 raise
@@ -140,6 +146,19 @@ class Generation:
                     await self._raise()
                 return
             yield message
+
+    async def _read(self) -> Any:
+        """The next message or EOF. Who waits may be cancelled; grpc's own read goes on until `cancel` ends the call: a
+        read that is broken off leaves memory of grpc's behind for ever."""
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self._call.read())
+            self._reading.add_done_callback(_seen)
+        reading = self._reading
+        try:
+            return await asyncio.shield(reading)
+        finally:
+            if reading.done():
+                self._reading = None
 
     async def send_payload(self, chunks: AsyncIterator[bytes]) -> int:
         """The payload the engine asked for; returns the number of chunks sent."""
