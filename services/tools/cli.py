@@ -36,6 +36,9 @@ SUBCOMMANDS = {
     "report": Subcommand("services.tools.report", "one file about how this machine does, without private data"),
     "spread": Subcommand("services.tools.spread", "copy a store's blocks to a further disk, so that both are read"),
     "record": Subcommand("services.tools.record", "traces of routing of a few dialogs with a store's model"),
+    "routing": Subcommand(
+        "services.tools.routing", "a model's routing and zeros beside the real model's published ones"
+    ),
     "simulate": Subcommand("services.tools.simulate", "a trace replayed with other sizes of RAM: hits, reads, speed"),
     "bench": Subcommand("services.tools.bench", "measure a part of the engine on this machine"),
     "profile": Subcommand("services.tools.profile", "a token's timeline on the GPU: picture, Chrome trace, table"),

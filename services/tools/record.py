@@ -5,13 +5,14 @@ the disk did. To record what an owner really asks, set THIMBLE_ENGINE_TRACE inst
 """
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from services.api.model_folder import ModelFolder, load_model_folder
 from services.engine.experts.store import Store
-from services.engine.experts.streamer import open_experts
+from services.engine.experts.streamer import Experts, open_experts
 from services.engine.experts.trace import Header, Recorder
 from services.engine.load import served_name
 from services.engine.model import Model, Segment
@@ -50,15 +51,16 @@ def record(
     answer_tokens: int = 60,
     dialogs: int = len(DIALOGS),
     prefetch: str = "off",
+    beside: Callable[[Experts], Experts] = lambda experts: experts,
 ) -> list[Path]:
-    """The traces' paths. Raises what opening the store and its experts raises."""
+    """The traces' paths. `beside` may put something between model and experts. Raises what opening the store raises."""
     words = load_model_folder(store.folder)
     paths = []
     for number, turns in enumerate(DIALOGS[:dialogs], start=1):
         recorder = Recorder(folder / f"dialog{number}.trace", Header.of(store, served_name(store)), MOST_BYTES)
         experts = open_experts(store, slots=slots, prefetch=prefetch, trace=recorder)
         try:
-            _talk(Model(store.dense(), store.config, experts, recorder), words, turns, answer_tokens)
+            _talk(Model(store.dense(), store.config, beside(experts), recorder), words, turns, answer_tokens)
         finally:
             experts.close()
         paths.append(recorder.path)
