@@ -36,7 +36,7 @@ def test_it_answers_in_english(ample: Demo) -> None:
     assert "42" in text
 
 
-def test_a_tenth_of_the_cache_gives_the_same_answers(ample: Demo, scarce: Demo) -> None:
+def test_a_tenth_of_the_cache_gives_the_same_answers(ample: Demo, scarce: Demo, demo_store: Store) -> None:
     for question in QUESTIONS:
         ids = ample.prompt(question)
         assert scarce.answer(ids) == ample.answer(ids)
@@ -45,7 +45,7 @@ def test_a_tenth_of_the_cache_gives_the_same_answers(ample: Demo, scarce: Demo) 
     assert scarce.value("expert_cache_evictions_total") > 0
     assert scarce.value("expert_lookups_total", tier="nvme", phase="decode") > 0
     assert scarce.value("expert_slots", state="total") == 44
-    assert ample.value("expert_slots", state="total") == 448
+    assert ample.value("expert_slots", state="total") == sum(map(len, demo_store.layers))
 
 
 def test_three_at_once_answer_as_they_do_alone(ample: Demo) -> None:
@@ -140,7 +140,7 @@ def overwrite(path: Path, data: bytes) -> None:
 
 
 def test_metrics_agree_with_what_was_done(demo_store: Store) -> None:
-    with demo(demo_store, expert_slots=64) as engine:
+    with demo(demo_store, expert_slots=64, speculation="off") as engine:
         ids = engine.prompt(QUESTIONS[0])
         call = engine.ask(ids, snapshot_answer=True)
         first = call.finish()

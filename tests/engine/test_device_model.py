@@ -25,7 +25,10 @@ PROMPTS = [[1, 17, 300, 4, 9, 77, 512, 33], [2, 5, 8], [90, 91, 92, 93, 94, 95],
 
 
 @contextmanager
-def opened(store: Store, *, slots: int = 448, readers: int = 4, workers: int = 4, **sizes: Any) -> Iterator[Device]:
+def opened(
+    store: Store, *, slots: int | None = None, readers: int = 4, workers: int = 4, **sizes: Any
+) -> Iterator[Device]:
+    slots = sum(map(len, store.blocks)) if slots is None else slots
     experts = open_experts(store, slots=slots, readers=readers, workers=workers, spin_us=AWAKE_US)
     try:
         yield open_device(store, experts, replace(SIZES, **sizes))
@@ -51,7 +54,7 @@ def answer(device: Device, prompt: Sequence[int], tokens: int = 12) -> Tensor:
 
 
 def test_logits_are_near_those_of_the_cpu(device: Device, demo_store: Store) -> None:
-    experts = open_experts(demo_store, slots=448)
+    experts = open_experts(demo_store, slots=sum(map(len, demo_store.blocks)))
     cpu = Model(demo_store.dense(), demo_store.config, experts)
     ids = [id_ for prompt in PROMPTS for id_ in prompt] * 5
     state = device.model.new_state(len(ids))

@@ -56,7 +56,7 @@ def alone(device: Device, prompt: Sequence[int], *cuts: int) -> Tensor:
 
 def test_it_is_near_the_cpu_engine(device: Device, demo_store: Store) -> None:
     text = Tokenizer.from_file(str(demo_store.folder / "tokenizer.json")).encode(PROSE, add_special_tokens=False).ids
-    experts = open_experts(demo_store, slots=448)
+    experts = open_experts(demo_store, slots=sum(map(len, demo_store.blocks)))
     cpu = Model(demo_store.dense(), demo_store.config, experts)
     theirs = cpu.forward_all([Segment(cpu.new_state(len(text)), text)])
     experts.close()

@@ -133,7 +133,7 @@ def test_on_a_gpu(demo_store: Store, tmp_path: Path) -> None:
         recorder.close()
     ours = read_trace(tmp_path / "gpu")
     recorder = Recorder(tmp_path / "cpu", Header.of(demo_store, "demo"), 1 << 24)
-    experts = open_experts(demo_store, slots=448, trace=recorder)
+    experts = open_experts(demo_store, slots=sum(map(len, demo_store.blocks)), trace=recorder)
     cpu = Model(demo_store.dense(), demo_store.config, experts, recorder)
     state = cpu.new_state(512)
     for ids in (long, short, [5], [6]):

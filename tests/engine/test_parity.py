@@ -66,20 +66,21 @@ def assert_caught(found: parity.Parity) -> None:
 
 
 @pytest.mark.parametrize(
-    "mistake",
+    ("mistake", "passage"),
     [
-        faults.ignore_the_correction_bias,
-        faults.weigh_by_corrected_scores,
-        faults.turn_rope_on,
-        norm_before_the_gate,
+        # A trained correction is small beside the scores of what the router knows; it shows where nothing is known.
+        (faults.ignore_the_correction_bias, "chinese"),
+        (faults.weigh_by_corrected_scores, "chat"),
+        (faults.turn_rope_on, "chat"),
+        (norm_before_the_gate, "chat"),
     ],
 )
 def test_a_mistake_in_the_model_is_caught(
-    model: Model, expected: dict[str, parity.Expected], mistake: faults.ModelFault
+    model: Model, expected: dict[str, parity.Expected], mistake: faults.ModelFault, passage: str
 ) -> None:
     with ExitStack() as undo:
         mistake(model, undo)
-        assert_caught(parity.compare(model, expected["chat"]))
+        assert_caught(parity.compare(model, expected[passage]))
 
 
 @pytest.mark.parametrize(

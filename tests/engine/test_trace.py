@@ -156,7 +156,7 @@ def test_the_engine_records_what_it_routes(demo_store: Store, tmp_path: Path) ->
         answer = engine.answer(ids, max_tokens=6)
     trace = read_trace(tmp_path / "a.trace")
     assert trace.whole
-    assert (trace.header.layers, trace.header.experts, trace.header.top_k) == (7, 64, 6)
+    assert (trace.header.layers, trace.header.experts, trace.header.top_k) == (7, demo_store.config.experts, 6)
     assert trace.prompt_tokens == len(ids)
     assert len(answer) - 1 <= trace.decoded_tokens <= len(answer)
     assert (trace.note["slots_total"], trace.note["prefetch"], trace.note["policy"]) == (60, "on", "shipped")

@@ -37,7 +37,7 @@ def test_its_rows_and_turns(
     assert command(demo_store, "--out", str(out)) == 0
     first, second = ([id(sums) for sums in turns[1:]] for turns in asked.values())
     assert second == [*first[1:], first[0]], "without drafts it is first, then last"
-    assert len(set(first)) == len(first) == 4
+    assert len(set(first)) == len(first) == (4 if demo_store.draft_file is None else 8)
     uncounted = [turns[0] for turns in asked.values()]
     assert not {id(sums) for sums in uncounted} & set(first)
     with out.open() as file:
@@ -76,4 +76,5 @@ def test_it_stops_where_words_change(
 
     monkeypatch.setattr(Model, "settle", wrong)
     assert command(demo_store) == 1
-    assert "answered differently with drafts: told, 50 % right" in capsys.readouterr().err
+    first = "told, 50 % right" if demo_store.draft_file is None else "mtp"  # of those that are right at times
+    assert f"answered differently with drafts: {first}\n" in capsys.readouterr().err
