@@ -72,9 +72,16 @@ class Opened:
 
 @contextmanager
 def opened(store: Store, slots: int, warm_dir: Path, drive: EmulatedDrive) -> Iterator[Opened]:
-    """No state is kept from one answer to the next."""
+    """No state is kept from one answer to the next, and no drafts are tried: when they are goes by the clock."""
     registry = CollectorRegistry()
-    config = EngineConfig(store=store.folder, expert_slots=slots, readers=8, warm_dir=str(warm_dir), hot_states_gb=0.0)
+    config = EngineConfig(
+        store=store.folder,
+        expert_slots=slots,
+        readers=8,
+        warm_dir=str(warm_dir),
+        hot_states_gb=0.0,
+        speculation="off",
+    )
     parts = load(config, registry, say=lambda _: None, drives=[drive])
     engine = Engine(parts.info, parts.scheduler, parts.experts, parts.grammars, parts.sight)
     try:
