@@ -46,9 +46,9 @@ def engine(demo_store: Store) -> Iterator[Demo]:
         yield running
 
 
-def thinking_prompt(engine: Demo) -> list[int]:
+def thinking_prompt(engine: Demo, question: str = QUESTION) -> list[int]:
     """The same question, with the answer begun inside the thinking."""
-    ids = engine.prompt(QUESTION)
+    ids = engine.prompt(question)
     assert ids[-1] == END
     newline = tokenizer(engine._store.folder).encode("\n", add_special_tokens=False).ids
     return [*ids[:-1], *newline]
@@ -129,7 +129,7 @@ def test_logprobs_are_the_models_own(engine: Demo) -> None:
 
 @pytest.mark.parametrize("budget", [None, 0, 5])
 def test_thinking_is_free_and_the_grammar_begins_behind_it(engine: Demo, budget: int | None) -> None:
-    ids = thinking_prompt(engine)
+    ids = thinking_prompt(engine, "What is 20 + 22?")  # thoughts that end by themselves
     thinking = Thinking((END,), budget)
     free = engine.answer(ids, max_tokens=120, thinking=thinking)
     bound = engine.answer(ids, max_tokens=200, thinking=thinking, grammar=REGEX)

@@ -207,13 +207,13 @@ class HostExperts:
 class PythonExperts:
     """Without a compiler: the same bits through the reference, many times slower. Reads when asked, never ahead."""
 
-    def __init__(self, store: Store, *, slots: int, trace: Recorder | None = None) -> None:
+    def __init__(self, store: Store, *, slots: int, trace: Recorder | None = None, drafts: bool = False) -> None:
         self._trace = trace
         if trace is not None:
             trace.attach(lambda: {**asdict(self.counters()), "policy": "lru", "prefetch": "off", "warm": False})
         self._store = store
         self._slots: OrderedDict[tuple[int, int], Bytes] = OrderedDict()  # the least recently used first
-        self._total = min(slots, sum(map(len, store.layers)))
+        self._total = min(slots, sum(map(len, store.layers if drafts else store.blocks)))
         self._hits = self._misses = self._evictions = 0
         self._wait_s = self._step_s = 0.0
 
@@ -296,7 +296,7 @@ def open_experts(
         pool = use_threads(workers, spin_us)
     except BuildError as error:
         log.warning("experts are computed in Python: %s", error)
-        return PythonExperts(store, slots=slots, trace=trace)
+        return PythonExperts(store, slots=slots, trace=trace, drafts=drafts)
     except OSError as error:
         raise MemoryPlanError(str(error)) from error
     return HostExperts(
