@@ -202,7 +202,7 @@ def test_an_empty_or_unfinished_folder_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_the_demo_opens(demo_store: Store) -> None:
-    assert demo_store.config.experts == 64
+    assert demo_store.config.experts == 48
     assert demo_store.layout.block_bytes == 20480
     assert len(demo_store.blocks) == 7
     demo_store.check_dense()
