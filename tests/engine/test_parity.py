@@ -117,5 +117,6 @@ def test_the_reference_shares_no_code_with_the_engine() -> None:
         )
     }
     ours = {name for name in imported if name.startswith(("services", "kernels"))}
-    assert ours <= {"services.tools", "services.tools.oracle"}  # the second of the two uses the first
+    # The second of the two uses the first; whether the library survives a tokenizer.json is tried in another process.
+    assert ours <= {"services.tools", "services.tools.oracle", "services.vocabulary"}
     assert {"numpy", "torch", "transformers"} <= imported

@@ -90,7 +90,7 @@ def test_a_sweep_names_its_layers_and_none_spans_a_place_where_others_run(
     experts.layers, experts.top_k, experts.experts, experts.named_blocks, experts.copied_bytes = 1, 1, 2, 0, 0
     experts.layout = SimpleNamespace(block_bytes=1)  # type: ignore[assignment]
     experts.device, experts.up_scales, experts.down_scales = torch.device("cpu"), torch.zeros(1), torch.zeros(1)
-    experts.counts, experts.y = torch.zeros(2, dtype=torch.int32), torch.zeros(8, 1)
+    experts.counts, experts.y, experts.out = torch.zeros(2, dtype=torch.int32), torch.zeros(8, 1), torch.zeros(8, 1)
     experts.feed, experts.products = Anything(), Anything()  # type: ignore[assignment]
     groups = iter([Group(1, 1, [Pass(0, 1, 1)]), Group(1, 1, [Pass(1, 1, 1)]), None])
     experts.ring = Anything()  # type: ignore[assignment]
