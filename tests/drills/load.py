@@ -19,7 +19,7 @@ from services.tools import figures
 from services.tools.repack import repack
 
 DEMO = Path(__file__).parents[2] / "demo"
-MOST_CLIENTS = 64  # at the queue that is too short
+MOST_CLIENTS = 64
 ROOMY = {"ENGINE_QUEUE_LIMIT": "64", "ENGINE_EXPERT_SLOTS": "150", "ENGINE_PREFILL_CHUNK_TOKENS": "48"}
 SHORT = {**ROOMY, "ENGINE_QUEUE_LIMIT": "8"}
 REFERENCE = {"ENGINE_HOT_STATES_GB": "0", "API_READ_AHEAD": "false"}
@@ -97,12 +97,13 @@ def main() -> int:
     parser.add_argument(
         "--levels", default="1,4,16,64", help="clients; empty: only the short queue (default: 1,4,16,64)"
     )
+    parser.add_argument("--short", type=int, default=MOST_CLIENTS, help="clients at the short queue; 0: none")
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         store = repack(DEMO, Path(name) / "demo", say=lambda text: None).folder
         levels = tuple(map(int, filter(None, args.levels.split(","))))
-        found = drill(store, Path(name), levels, MOST_CLIENTS, args.seconds)
+        found = drill(store, Path(name), levels, args.short, args.seconds)
     for title, one in found if args.out else []:
         note = f"demo model, {one}"
         figures.append(args.out, f"load.{title}.wrong", one.seen.wrong, "answers", note)
