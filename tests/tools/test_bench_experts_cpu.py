@@ -28,7 +28,9 @@ def test_rows_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     rows = list(csv.DictReader(out.read_text().splitlines()))
     assert len(rows) == 2 * 7
     assert {row["machine"] for row in rows} == {"box"}
-    assert all(float(row["value"]) > -0.5 and "synthetic" in row["note"] and "plain" in row["note"] for row in rows)
+    # How much longer two tokens take is a difference of two times: on a busy machine any, but more than -1.
+    assert all(float(row["value"]) > -float(row["name"] == "experts_cpu.again") for row in rows)
+    assert all("synthetic" in row["note"] and "plain" in row["note"] for row in rows)
     assert {row["name"].split(".")[0] for row in rows} == {"experts_cpu"}
     assert "plain, 2 threads" in capsys.readouterr().out
 
