@@ -2,7 +2,8 @@
 values, patterns that were shown once. Their words are drawn anew every time, so there is nothing else to learn.
 
 A word that is repeated mostly stands behind another sign than before, and a tokenizer cuts it otherwise there: what has
-to be learnt is to copy letters, not ids. Owns the forms; never draws a word of the exam.
+to be learnt is to copy letters, not ids, and how each of the tokenizer's entries is spelled. Owns the forms. Never
+draws a word of the exam, but those that are among a language's most usual; and none at all in a call.
 """
 
 import json
@@ -35,11 +36,11 @@ class Copying:
     def document(self) -> list[Piece]:
         return self.random.choices([kind for _, kind in self._kinds], [share for share, _ in self._kinds])[0]()
 
-    def item(self) -> str:
-        """A word, a name, a number, several words."""
+    def item(self, free: bool = False) -> str:
+        """A word, a name, a number, several words; `free` of words of the exam."""
         share, pick, draw = self.random.random(), self.random.choice, self.random.randint
-        if share < 0.3:
-            return self.slots.word()
+        if share < 0.42:
+            return self.slots.usual() if share < 0.2 and not free else self.slots.word()
         if share < 0.5:
             return self.slots.coined()
         if share < 0.68:
@@ -54,10 +55,10 @@ class Copying:
             return self.slots.slot(pick(("time", "phone")))
         return self.slots.phrase() if share < 0.96 else " ".join(self.slots.word() for _ in range(draw(2, 3)))
 
-    def items(self, count: int) -> list[str]:
+    def items(self, count: int, free: bool = False) -> list[str]:
         found: dict[str, None] = {}
         while len(found) < count:
-            found[self.item()] = None
+            found[self.item(free)] = None
         return list(found)
 
     def snake(self) -> str:
@@ -96,7 +97,7 @@ class Copying:
     def call(self) -> list[Piece]:
         """Functions with parameters, lines that name one of them by its mark, and the calls that are meant."""
         pick = self.random.choice
-        names, functions = self.items(pick((1, 2, 3, 4))), dict[str, tuple[str, list[str]]]()
+        names, functions = self.items(pick((1, 2, 3, 4)), free=True), dict[str, tuple[str, list[str]]]()
         for mark in names:
             functions[mark] = (self.snake(), list(dict.fromkeys(self._key() for _ in range(pick((1, 1, 2, 2, 3))))))
         told = "".join(
@@ -109,7 +110,7 @@ class Copying:
         for _ in range(pick((1, 2, 3))):
             mark = pick(names)
             name, keys = functions[mark]
-            values = self.items(len(keys))
+            values = self.items(len(keys), free=True)
             given = list(zip(keys, values, strict=True))
             said = pick((", ".join(values), " and ".join(values), "; ".join(f"{k} {v}" for k, v in given),
                          json.dumps(dict(given)), ", ".join(f"{v} as {k}" for k, v in given)))  # fmt: skip
@@ -149,7 +150,7 @@ class Copying:
         sign, tie = self.random.choice(("-", " ", ", ", ".")), self.random.choice((": ", " = ", " is spelled "))
         joined = self.random.random() < 0.4
         for _ in range(self.random.randint(2, 8)):
-            word = self.random.choice((self.slots.word, self.slots.coined, self.slots.name))()
+            word = self.random.choice((self.slots.usual, self.slots.word, self.slots.blend, self.slots.name))()
             letters = sign.join(word)
             said, wanted = (letters, word) if joined else (word, letters)
             pieces += [(said + tie, False), (wanted + "\n", True)]

@@ -1,7 +1,7 @@
 """What fills the slots of made-up chats: names, places, things, numbers, phrases, most of them drawn from thousands, so
 that what is learnt is to read and to copy. A model that sees 40 names learns 40 names.
 
-Owns no sentence of a chat. Never draws a word that the exam asks about.
+Owns no sentence of a chat. Never draws a word that the exam asks about, but for `usual`, which only copying does.
 """
 
 import json
@@ -18,16 +18,18 @@ WORDS: dict[str, list[str]] = json.loads((Path(__file__).parent / "words.json").
 _NAME = re.compile(r"(?<=[a-z,] )[A-Z][a-z]{2,9}\b")
 _WORD = re.compile(r"\b[a-z]{3,10}\b")
 _PHRASE = re.compile(r"\b[a-z]+(?: [a-z]+){2,6}\b")
+USUAL = 3000  # words of a language that most tokenizers have an entry for, whatever an exam asks
 _NUMBERS = {"number": (2, 99), "few": (2, 12), "degrees": (-9, 35), "large": (12, 990)}
 
 
 @dataclass(frozen=True)
 class Found:
-    """Words of a corpus, none of the exam's."""
+    """Words of a corpus, none of the exam's but among those that are most usual."""
 
     names: Sequence[str] = ()
     words: Sequence[str] = ()
     phrases: Sequence[str] = ()
+    usual: Sequence[str] = ()
 
     @staticmethod
     def of(texts: Iterable[str]) -> "Found":
@@ -39,11 +41,12 @@ class Found:
         held = held_out_words()
         ordered = [[word for word, _ in one.most_common()] for one in (names, words)]
         free = [[word for word in one if word.lower() not in held] for one in ordered]
-        usual = set(ordered[1][:3000])
+        usual = set(ordered[1][:USUAL])
         return Found(
             [name for name in free[0] if name.lower() not in usual][:3000],
             free[1][150:9000],
             [phrase for phrase in phrases if not held.intersection(phrase.split())][:40000],
+            ordered[1][:USUAL],
         )
 
 
@@ -78,7 +81,9 @@ class Slots:
         share = self.random.random()
         if share < 0.25:
             return self.random.choice(WORDS["KNOWN_NAMES"])
-        return self.random.choice(self._found.names) if share < 0.6 and self._found.names else self.coined().title()
+        if self._found.names and share < 0.6:
+            return self.random.choice(self._found.names)
+        return (self.blend() if share < 0.75 else self.coined()).title()
 
     def names(self, count: int) -> list[str]:
         found: list[str] = []
@@ -89,9 +94,27 @@ class Slots:
         return found
 
     def word(self) -> str:
-        if self._found.words and self.random.random() < 0.7:
-            return self.random.choice(self._found.words)
+        share = self.random.random()
+        if not self._found.words or share < 0.2:
+            return self.coined()
+        return self.random.choice(self._found.words) if share > 0.45 else self.blend()
+
+    def blend(self) -> str:
+        """The beginning of one word and the end of another: pieces that a tokenizer knows, in an order it never saw.
+
+        How a piece is spelled where it is cut otherwise has to be known piece by piece: of a word that is never drawn
+        it could only be guessed.
+        """
+        while self._found.words:
+            begin, end = self.random.choices(self._found.words, k=2)
+            word = begin[: self.random.randint(2, 5)] + end[self.random.randint(2, 5) :]
+            if 3 <= len(word) <= 11 and word not in self.held:
+                return word
         return self.coined()
+
+    def usual(self) -> str:
+        """One of a language's most usual words, the exam's among them: a document that is copied asks nothing."""
+        return self.random.choice(self._found.usual) if self._found.usual else self.word()
 
     def thing(self) -> str:
         return self.random.choice(WORDS["THINGS"]) if self.random.random() < 0.4 else self.word()

@@ -65,7 +65,7 @@ def _key(slots: Slots, slot: str) -> str:
 
 def tool_call(slots: Slots) -> Chat:
     random, pick = slots.random, slots.random.choice
-    purposes = random.sample(PURPOSES, pick((1, 2, 2, 3, 3, 4)))
+    purposes = _purposes(slots, pick((1, 2, 2, 3, 3, 4)))
     made = [function(slots, purpose) for purpose in purposes]
     messages: list[dict[str, Any]] = []
     rounds = pick((1, 1, 2, 2, 3))
@@ -96,6 +96,17 @@ def tool_call(slots: Slots) -> Chat:
             answer,
         ]
     return {"messages": messages, "tools": [tool for tool, _, _ in made]}
+
+
+def _purposes(slots: Slots, count: int) -> list[dict[str, Any]]:
+    """Half the time such as take the same kinds of values, so that only what is asked tells one from the other."""
+    random = slots.random
+    first = random.choice(PURPOSES)
+    others = [purpose for purpose in PURPOSES if purpose is not first]
+    alike = [purpose for purpose in others if set(purpose["slots"].values()) & set(first["slots"].values())]
+    chosen = random.sample(alike, min(len(alike), count - 1)) if random.random() < 0.5 else []
+    chosen += random.sample([purpose for purpose in others if purpose not in chosen], count - 1 - len(chosen))
+    return random.sample([first, *chosen], count)
 
 
 def _result(slots: Slots, kind: str, typed: dict[str, Any]) -> str | int:
