@@ -12,18 +12,20 @@ from services.engine.checkpoint import Checkpoint
 from services.engine.errors import CheckpointError
 from services.engine.experts.streamer import open_experts
 from services.engine.model import Model, Segment
+from services.engine.model_config import ModelConfig
 from services.engine.pages import PagePool, pages_for
 from services.engine.state import State
-from services.tools import quantize
+from services.tools import oracle, quantize
 from services.tools.cli import main
 from services.tools.parity import divergence
 from services.tools.repack import repack
 from services.tools.score.questions import questions
-from services.tools.train_demo import documents, shapes
+from services.tools.train_demo import documents, export, shapes
 from services.tools.train_demo.chats import Renderer
 from services.tools.train_demo.documents import NOT_SCORED, Position, Rows, Source
 from services.tools.train_demo.lessons import Lessons
 from services.tools.train_demo.measuring import measure
+from services.tools.train_demo.network import Network
 from services.tools.train_demo.rounding import Rounding
 from services.tools.train_demo.training import PERIOD, Training, TrainingError
 
@@ -202,9 +204,23 @@ def test_a_checkpoint_of_another_size_is_refused(prepared: Path, tmp_path: Path)
     shutil.copytree(prepared, run)
     begun = opened(run)
     before = {name: value.clone() for name, value in begun.network.state_dict().items()}
-    with pytest.raises(CheckpointError, match="backbone"):
+    with pytest.raises(CheckpointError, match="of a model of this size"):
         begun.begin_from(shapes.DEMO, "chat")
     assert all(torch.equal(value, before[name]) for name, value in begun.network.state_dict().items())
+
+
+def test_a_run_goes_on_from_the_quantized_demo() -> None:
+    """Each weight is what another reader of the formats takes it for, the stacked experts in their order."""
+    network = Network(ModelConfig.from_hf(shapes.config("demo")))
+    export.load(network, shapes.DEMO)
+    found = network.state_dict()
+    wanted = oracle.their_names(oracle.dequantise(oracle.read(shapes.DEMO)))
+    wanted = {name.removeprefix("model."): tensor for name, tensor in wanted.items()}
+    assert found.keys() - {name for name in found if name.startswith("mtp.")} == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert all(value.abs().max() > 0 for name, value in found.items() if name.startswith("mtp."))
+    experts = next(name for name in wanted if name.endswith("experts.up_proj"))
+    assert not torch.equal(found[experts][[1, 0, *range(2, len(found[experts]))]], wanted[experts])
 
 
 def test_what_is_dropped_is_of_the_step(finished: Path) -> None:

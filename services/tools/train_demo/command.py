@@ -6,7 +6,7 @@ measure    what RUN has reached on held-out texts
 curve      RUN/loss.csv as a picture
 export     RUN -> a BF16 checkpoint, for `thimble quantize`
 
-A stage with --from begins a run of its own, with the weights that another one has exported.
+A stage with --from begins a run of its own, with the weights of another checkpoint, exported or quantized.
 """
 
 import argparse
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="folder of this training, for everything")
     parser.add_argument("out", type=Path, nargs="?", help="export: folder of the checkpoint; curve: the PNG file")
     parser.add_argument(
-        "--from", dest="start", type=Path, metavar="CHECKPOINT", help="begin with an exported checkpoint's weights"
+        "--from", dest="start", type=Path, metavar="CHECKPOINT", help="begin with a checkpoint's weights"
     )
     parser.add_argument(
         "--corpus", type=Path, help="prepare: folder with pretrain, pretrain_val, chat, chat_val .jsonl[.gz|.xz]"

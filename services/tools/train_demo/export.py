@@ -10,13 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.engine.checkpoint import INDEX, weight_files
+from services.engine.checkpoint import INDEX, Checkpoint
 from services.engine.errors import CheckpointError
 from services.engine.experts.store import TEXT_FILES
-from services.engine.tensorfile import read_header, write_tensors
+from services.engine.tensorfile import write_tensors
+from services.engine.weights import read_linear
 from services.tools.train_demo.network import Network
 
 SHARD_BYTES = 12_000_000
+_WANTED = "give a checkpoint of a model of this size, with its draft block"
 FLOAT32 = ("gate.weight", "e_score_correction_bias")
 
 
@@ -35,29 +37,32 @@ def checkpoint_tensors(network: Network) -> dict[str, Tensor]:
 
 
 def load(network: Network, checkpoint: Path) -> None:
-    """The network gets the weights of a checkpoint that `export` wrote, of a network of the same shape.
+    """The network gets a checkpoint's weights, of a network of the same shape; what is quantized as what it stands for.
 
     Raises CheckpointError, and has changed nothing.
     """
-    entries = {name: entry for path in weight_files(checkpoint) for name, entry in read_header(path).items()}
-    wanted = checkpoint_tensors(network)
-    shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
-    if other := {name for name, shape in shapes.items() if name not in entries or entries[name].shape != shape} or (
-        entries.keys() - shapes.keys()
-    ):
-        raise CheckpointError(
-            f"{checkpoint}: {len(other)} tensors are not this model's, {min(other)} among them; give a folder that "
-            f"`thimble train-demo export` wrote of a model of this size"
-        )
+    source = Checkpoint.open(checkpoint)
+    entries, formats = source.tensors | source.mtp, source.formats | source.draft_formats()
+
+    def value(name: str) -> Tensor:
+        linear = name.removesuffix(".weight")
+        return read_linear(entries, linear, formats[linear]).dequantise() if linear in formats else plain(name)
+
+    def plain(name: str) -> Tensor:
+        return entries[name].read().float()
+
     state: dict[str, Tensor] = {}
-    for name, value in network.state_dict().items():
-        name_there = name if name.startswith(("lm_head", "mtp.")) else f"backbone.{name}"
-        stem, _, part = name_there.rpartition(".")
-        if stem.endswith(".experts"):
-            names = [f"{stem}.{number}.{part}.weight" for number in range(len(value))]
-            state[name] = torch.stack([entries[one].read().float() for one in names])
-        else:
-            state[name] = entries[name_there].read().float()
+    for name, there in network.state_dict().items():
+        stem, _, part = name.rpartition(".")
+        names = (
+            [f"{stem}.{number}.{part}.weight" for number in range(len(there))] if stem.endswith(".experts") else [name]
+        )
+        if not all(one in entries for one in names):
+            raise CheckpointError(f"{checkpoint}: has no {names[-1]}; {_WANTED}")
+        found = torch.stack([value(one) for one in names]) if stem.endswith(".experts") else value(name)
+        if found.shape != there.shape:
+            raise CheckpointError(f"{checkpoint}: {name} is {tuple(found.shape)}, not {tuple(there.shape)}; {_WANTED}")
+        state[name] = found
     network.load_state_dict(state)
 
 
