@@ -40,7 +40,7 @@ class Copying:
         """A word, a name, a number, several words; `free` of words of the exam."""
         share, pick, draw = self.random.random(), self.random.choice, self.random.randint
         if share < 0.42:
-            return self.slots.usual() if share < 0.2 and not free else self.slots.word()
+            return self.slots.usual() if share < 0.26 and not free else self.slots.word()
         if share < 0.5:
             return self.slots.coined()
         if share < 0.68:
@@ -150,7 +150,8 @@ class Copying:
         sign, tie = self.random.choice(("-", " ", ", ", ".")), self.random.choice((": ", " = ", " is spelled "))
         joined = self.random.random() < 0.4
         for _ in range(self.random.randint(2, 8)):
-            word = self.random.choice((self.slots.usual, self.slots.word, self.slots.blend, self.slots.name))()
+            slots = self.slots
+            word = self.random.choice((slots.usual, slots.usual, slots.word, slots.blend, slots.name))()
             letters = sign.join(word)
             said, wanted = (letters, word) if joined else (word, letters)
             pieces += [(said + tie, False), (wanted + "\n", True)]
