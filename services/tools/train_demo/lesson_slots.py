@@ -18,7 +18,7 @@ WORDS: dict[str, list[str]] = json.loads((Path(__file__).parent / "words.json").
 _NAME = re.compile(r"(?<=[a-z,] )[A-Z][a-z]{2,9}\b")
 _WORD = re.compile(r"\b[a-z]{3,10}\b")
 _PHRASE = re.compile(r"\b[a-z]+(?: [a-z]+){2,6}\b")
-USUAL = 3000  # words of a language that most tokenizers have an entry for, whatever an exam asks
+USUAL, USUAL_NAMES = 3000, 600  # words that most tokenizers have an entry for, whatever an exam asks
 _NUMBERS = {"number": (2, 99), "few": (2, 12), "degrees": (-9, 35), "large": (12, 990)}
 
 
@@ -46,7 +46,7 @@ class Found:
             [name for name in free[0] if name.lower() not in usual][:3000],
             free[1][150:9000],
             [phrase for phrase in phrases if not held.intersection(phrase.split())][:40000],
-            ordered[1][:USUAL],
+            ordered[1][:USUAL] + ordered[0][:USUAL_NAMES],
         )
 
 
@@ -113,7 +113,7 @@ class Slots:
         return self.coined()
 
     def usual(self) -> str:
-        """One of a language's most usual words, the exam's among them: a document that is copied asks nothing."""
+        """One of a language's most usual words and names, the exam's among them: what is copied asks nothing."""
         return self.random.choice(self._found.usual) if self._found.usual else self.word()
 
     def thing(self) -> str:
