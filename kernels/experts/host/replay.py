@@ -60,8 +60,8 @@ class Routing:
 
 def hinted(top_k: int) -> int:
     """How many of a token's guesses are worth reading ahead: a router that is early is mostly right about its first
-    choices and mostly wrong about its last ones. tests/bench/results/LOG.md says why half."""
-    return max(1, top_k // 2)
+    choices and mostly wrong about its last ones. tests/bench/results/LOG.md says why two thirds."""
+    return max(1, 2 * top_k // 3)
 
 
 @dataclass(frozen=True)
