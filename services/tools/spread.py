@@ -12,7 +12,7 @@ from pathlib import Path
 
 from services.engine.errors import StoreError
 from services.engine.experts.copies import DRIVE, describe, numbers
-from services.engine.experts.store import EXPERTS, Store
+from services.engine.experts.store import EXPERTS, MANIFEST, Store
 from services.tools.progress import Progress
 
 
@@ -33,6 +33,8 @@ def parse_part(text: str) -> tuple[int, int]:
 def run(args: argparse.Namespace) -> int:
     store = Store.open(args.store)
     spread(store, args.folder, *args.part)
+    if args.folder.stat().st_dev == (store.folder / EXPERTS).stat().st_dev:
+        print(f"{args.folder} is on the disk of the store itself: nothing is read faster from there")
     print(f"{args.folder}: done; tell the engine with THIMBLE_ENGINE_COPIES={args.folder.resolve()}")
     return 0
 
@@ -41,6 +43,16 @@ def spread(store: Store, folder: Path, part: int, of: int) -> None:
     """Every block is verified on its way. Not there until it is whole. Raises StoreError."""
     if folder.resolve() == store.folder.resolve():
         raise StoreError(f"{folder} is the store itself: give a folder on another disk")
+    if (folder / MANIFEST).exists() or (folder / EXPERTS).is_symlink():  # whose blocks would be overwritten
+        raise StoreError(f"{folder} holds a store, or a link to its blocks: give a folder of its own for the copies")
+    try:
+        _copy(store, folder, part, of)
+    except OSError as error:
+        raise StoreError(f"{folder}: cannot be written: {error.strerror or error}; nothing there is used") from error
+
+
+def _copy(store: Store, folder: Path, part: int, of: int) -> None:
+    """Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     held = numbers(store, part, of)
     needed, free = len(held) * store.layout.block_bytes, shutil.disk_usage(folder).free

@@ -98,6 +98,27 @@ def test_damaged_on_both_drives(blocks: BlocksOnDisk, tmp_path: Path) -> None:
     host.close()
 
 
+@pytest.mark.parametrize("good", [0, 1, 2, None], ids=["the store", "a copy", "another copy", "nowhere"])
+@pytest.mark.parametrize("how", ["changed", "truncated"])
+def test_three_drives_of_which_one_is_good(blocks: BlocksOnDisk, tmp_path: Path, good: int | None, how: str) -> None:
+    """Whichever it is, it is asked. What is wrong everywhere is told of the store itself."""
+    catalog = with_copy(blocks, tmp_path / "second")
+    catalog = replace(catalog, copies=(*catalog.copies, *with_copy(blocks, tmp_path / "third").copies))
+    host = Host(catalog, Workers(2), slots=5, readers=3)
+    for number, path in enumerate((blocks.path, *(copy.path for copy in catalog.copies))):
+        if number != good:
+            size = path.stat().st_size
+            with path.open("r+b") as file:
+                file.write(bytes(size)) if how == "changed" else file.truncate(0)
+    if good is None:
+        ids, x = torch.tensor([[3]], dtype=torch.int32), torch.ones(1, LAYOUT.latent)
+        with pytest.raises(BlockError, match=rf"expert 3: {blocks.path}: .*; run thimble repack again$"):
+            host.step(1, ids, torch.ones(1, 1), x)
+    else:
+        check_all(host, blocks)
+    host.close()
+
+
 @pytest.mark.parametrize("damaged", [(), (0,), (1,), (0, 1)], ids=["sound", "first", "second", "both"])
 def test_a_block_comes_from_both_drives_at_once(damaged: tuple[int, ...]) -> None:
     """Half of its pieces from each; what one has damaged comes from the other."""

@@ -8,7 +8,7 @@ import torch
 
 from services.engine.errors import DiskError, StoreError
 from services.engine.experts.copies import DRIVE, copies, folders_of
-from services.engine.experts.store import EXPERTS, Store
+from services.engine.experts.store import EXPERTS, MANIFEST, Store
 from services.engine.experts.streamer import open_experts
 from services.tools.cli import main
 from services.tools.spread import spread
@@ -74,6 +74,37 @@ def test_the_command_refuses(demo_store: Store, tmp_path: Path, capsys: pytest.C
         with pytest.raises(SystemExit):
             main(["spread", store, str(tmp_path), "--part", part])
     assert not (tmp_path / DRIVE).exists()
+
+
+def test_what_is_there_is_not_overwritten(
+    demo_store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another model's store, or its blocks behind a link; an older copy is."""
+    for name in ("a store", "a link"):
+        (tmp_path / name).mkdir()
+    blocks = tmp_path / "a store" / EXPERTS
+    blocks.write_bytes(b"of another model")
+    (tmp_path / "a store" / MANIFEST).write_text("{}")
+    (tmp_path / "a link" / EXPERTS).symlink_to(blocks)
+    for name in ("a store", "a link"):
+        assert main(["spread", str(demo_store.folder), str(tmp_path / name)]) == 1
+        assert "give a folder of its own" in capsys.readouterr().err
+    assert blocks.read_bytes() == b"of another model"
+    for _ in range(2):
+        assert main(["spread", str(demo_store.folder), str(tmp_path / "a copy")]) == 0
+    assert "on the disk of the store itself" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_written(demo_store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a file").write_text("x")
+    assert main(["spread", str(demo_store.folder), str(tmp_path / "a file")]) == 1
+    assert "a file: cannot be written" in capsys.readouterr().err
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / EXPERTS).mkdir()
+    assert main(["spread", str(demo_store.folder), str(tmp_path / "full")]) == 1
+    assert "cannot be written: Is a directory" in capsys.readouterr().err
+    with pytest.raises(StoreError, match="holds no copies"):
+        copies(demo_store, [tmp_path / "full"])
 
 
 def test_the_setting() -> None:

@@ -91,21 +91,26 @@ void Blocks::check(int piece, Arrival& arrival) const {
 
 std::string Blocks::verdict(const Arrival& arrival) const {
   if (arrival.sum_.end() != catalog_.checksums[size_t(arrival.key_)]) return CHANGED;
-  return arrival.bad_scale_ ? "a block scale is negative or NaN; run thimble repack again" : "";
+  return arrival.bad_scale_ ? "a block scale is negative or NaN" : "";
 }
 
-// What did not come right, once more and in one go. Empty, or what is wrong for good.
+// What did not come right, once more and in one go, from each drive that holds it, the suspected one last. Empty, or what is
+// wrong for good: of the store itself, the first drive, if it is wrong there.
 std::string Blocks::again(const Arrival& first) {
   // Which drive's bytes do not fit the checksum is known only if all came from one.
   const int bad = first.drives_.size() == 1 ? first.drives_.front() : first.wrong_drive_;
-  std::vector<int> tried = first.drives_;
-  if (bad >= 0) tried = {choose(first.key_, 0, bad)};
-  std::string wrong;
+  std::vector<int> tried;
+  for (int drive = 0; drive < int(drives_.size()); drive++)
+    if (drive != bad && catalog_.offsets[size_t(drive)][size_t(first.key_)] != NOT_THERE) tried.push_back(drive);
+  if (bad >= 0) tried.push_back(bad);
+  std::string told;
   for (const int drive : tried) {
-    wrong = whole(first.key_, drive, first.to_);
+    const std::string wrong = whole(first.key_, drive, first.to_);
     if (!wrong.empty()) {
-      wrong = catalog_.name(first.key_) + ": " + drives_[size_t(drive)]->name() + ": " + wrong +
-              (wrong == CHANGED ? ", twice: the bytes on disk have changed; run thimble repack again" : "");
+      if (told.empty() || drive == 0)
+        told = catalog_.name(first.key_) + ": " + drives_[size_t(drive)]->name() + ": " + wrong +
+               (wrong == CHANGED ? ", twice: the bytes on disk have changed" : "") +
+               (drive == 0 ? "; run thimble repack again" : "; run thimble spread again");
       continue;
     }
     const auto other = std::find_if(first.drives_.begin(), first.drives_.end(), [&](int each) { return each != drive; });
@@ -116,7 +121,7 @@ std::string Blocks::again(const Arrival& first) {
                 first.wrong_ + "; the second read was good. The disk or its cable may be failing (this is said once)";
     return "";
   }
-  return wrong;
+  return told;
 }
 
 std::string Blocks::whole(int key, int drive, uint8_t* to) {

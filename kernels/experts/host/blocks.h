@@ -63,7 +63,7 @@ class Blocks {
   void begin(int key, uint8_t* to, Arrival*);
   // Reads one piece, each once and from any thread, and checks what can be checked. True for the call after which the block is
   // whole and right, or *error says what is wrong; that is one call, and the last to touch it. What does not arrive whole and
-  // with its checksum is read once more, from another drive if another holds it; from each of them if either may be bad.
+  // with its checksum is read once more, from each drive that holds it until one is right.
   bool read_piece(Arrival&, int piece, std::string* error);
 
   // Bytes a second of reading random blocks with `depth` pieces in flight, verified as always: at least a piece for each, then

@@ -40,7 +40,7 @@ std::string FileDrive::read(int64_t offset, int64_t bytes, uint8_t* to) {
     if (got > 0) {
       done += got;
     } else if (got == 0) {
-      return "the file ends inside the block: it was truncated; run thimble repack again";
+      return "the file ends inside the block: it was truncated";
     } else if (direct && errno == EINVAL) {
       give_up_direct("reads are refused");  // some filesystems accept the flag and then refuse the reads
       done = 0;
