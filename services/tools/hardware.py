@@ -16,6 +16,10 @@ PCIE_GB_S = {  # what copies into a card reach, by generation and lanes
     (5, 8): 28.0,  # the published engine's RTX 5060
     (5, 16): 55.0,  # tests/bench/results/h200-16core.csv, by the copy engine
 }
+# Of a PC of which no more is said than its card and its RAM's size. Two channels of DDR5-4800 to 5600 have 77 to 90
+# GB/s by the standard, of which plain reading gives about 78 %; DDR4-3200 has 51. Drives: what makers say of PCIe 4.0
+# and 5.0.
+DDR5_GB_S, NVME_GB_S = (60.0, 70.0), (7.0, 12.0)
 VRAM_SHARE = 0.85  # of a card's peak bandwidth that the dense kernels are planned with
 # Of what reading RAM gives, that the expert kernels reach with enough cores. 0.65 was seen with 16 slow ones and no
 # huge pages; beside a link that takes the rest it makes no difference.

@@ -1,10 +1,12 @@
 """`thimble plan`: what a machine will do with the model, on paper: memory, speed with its parts, what would help most.
 
-For this machine (measured, under 30 s) or for one of the table: --gpu, --ram, --dram, --disk; what is not given is
-measured here. Owns the command and what it prints; the formula is predict.py, its assumptions forecast.py.
+For this machine (measured, under 30 s; --gpu or --ram put another card or size in it), or for a PC that is not here:
+--gpu and --ram, of which nothing is measured; what --dram and --disk do not say of it is assumed, and told. Owns the
+command and what it prints; the formula is predict.py, its assumptions forecast.py.
 """
 
 import argparse
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -19,9 +21,10 @@ from services.engine.gpu.plan import CHUNKS
 from services.engine.model_config import ModelConfig
 from services.engine.state import state_bytes
 from services.tools import figures, measure
+from services.tools.amounts import amount, count, nothing_or_more
 from services.tools.draft_forecast import ACCEPTED, REPEATED, block_bytes, two_tokens
 from services.tools.forecast import Ours, Published, first_token, ours, published, upgrades
-from services.tools.hardware import CARDS, Box, Card, box
+from services.tools.hardware import CARDS, DDR5_GB_S, NVME_GB_S, Box, Card, box
 from services.tools.predict import GB, Rates, Shape, Token
 from services.tools.ram_ledger import PlanError, RamLedger, RamWanted, ram_ledger
 from services.tools.synthetic_shapes import SUPER, dense_layout
@@ -47,7 +50,7 @@ class Range:
             found = Range(float(low), float(high or low))
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"{text!r}: give a number or a range such as 7-12") from error
-        if not 0 < found.low <= found.high:
+        if not 0 < found.low <= found.high < math.inf:
             raise argparse.ArgumentTypeError(f"{text!r}: expected positive numbers, the lower one first")
         return found
 
@@ -55,21 +58,30 @@ class Range:
     def ends(self) -> tuple[float, ...]:
         return (self.low,) if self.low == self.high else (self.low, self.high)
 
+    def __str__(self) -> str:
+        return "-".join(f"{end:g}" for end in self.ends)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--store", type=Path, help="of the model, and the disk to measure (default: 3.5-Super's shape)")
-    parser.add_argument("--gpu", choices=sorted(CARDS), help="a card of the table instead of this machine's")
-    parser.add_argument("--ram", type=float, metavar="GIB", help="RAM as it is sold, instead of this machine's")
+    parser.add_argument("--gpu", choices=sorted(CARDS), help="a card of the table; with --ram: a PC not here")
+    parser.add_argument("--ram", type=amount, metavar="GIB", help="RAM as it is sold, instead of this machine's")
     parser.add_argument("--dram", type=Range.parse, metavar="GB/S", help="what reading RAM gives, such as 60-70")
     parser.add_argument("--disk", type=Range.parse, metavar="GB/S", help="random 3 MB reads, such as 7-12")
-    parser.add_argument("--cache", type=float, default=0.0, metavar="GB", help="expert slots (default: what fits)")
-    parser.add_argument("--redis", type=float, default=2.0, metavar="GB", help="for snapshots (default 2)")
-    parser.add_argument("--hot-states", type=float, default=1.0, metavar="GB", help="in the engine (default 1)")
-    parser.add_argument("--desktop", type=float, default=4.0, metavar="GB", help="left for everything else (default 4)")
+    parser.add_argument(
+        "--cache", type=nothing_or_more, default=0.0, metavar="GB", help="expert slots (default: what fits)"
+    )
+    parser.add_argument("--redis", type=nothing_or_more, default=2.0, metavar="GB", help="for snapshots (default 2)")
+    parser.add_argument(
+        "--hot-states", type=nothing_or_more, default=1.0, metavar="GB", help="in the engine (default 1)"
+    )
+    parser.add_argument(
+        "--desktop", type=nothing_or_more, default=4.0, metavar="GB", help="left for everything else (default 4)"
+    )
     parser.add_argument("--no-monitoring", action="store_true", help="without Prometheus and Grafana")
     parser.add_argument("--wsl2", action="store_true", help="under WSL2, which page-locks at most half of its RAM")
-    parser.add_argument("--sequences", type=int, default=1, help="generated at once (default 1)")
-    parser.add_argument("--context", type=int, default=16384, metavar="TOKENS", help="of each (default 16384)")
+    parser.add_argument("--sequences", type=count, default=1, help="generated at once (default 1)")
+    parser.add_argument("--context", type=count, default=16384, metavar="TOKENS", help="of each (default 16384)")
     parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure (default: here)")
     parser.add_argument("--record", type=Path, metavar="CSV", help="append plan.rtx5060_tok_s; needs --gpu rtx5060")
 
@@ -77,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.record and args.gpu != "rtx5060":
         raise PlanError("--record writes plan.rtx5060_tok_s: give --gpu rtx5060")
+    assumed = list(assume(args))
     store = Store.open(args.store) if args.store else None
     config = store.config if store else SUPER
     dense = vram.stored_layout(args.store) if args.store else dense_layout(SUPER)
@@ -85,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     wsl2 = args.wsl2 or (args.ram is None and "microsoft" in OSRELEASE.read_text().lower())
     wanted = RamWanted(args.cache, args.redis, args.hot_states, args.desktop, not args.no_monitoring, wsl2)
     ram = ram_ledger(config, shape.blocks, corners[0].ram_gb, wanted)
-    for line in machine_lines(corners):
+    for line in [*machine_lines(corners), *assumed]:
         print(line)
     theirs = published() if args.gpu == "rtx5060" else []
     for line in published_table(theirs):
@@ -163,6 +176,19 @@ def shape_of(config: ModelConfig, dense_bytes: int) -> Shape:
     )
 
 
+def assume(args: argparse.Namespace) -> Iterator[str]:
+    """Of a PC that is not here, what was not said of it: this machine's memory and disk say nothing of another's."""
+    if not (args.gpu and args.ram) or (args.dram and args.disk):
+        return
+    yield "  assumed, for a PC that is not here (to have this machine measured, leave out --gpu or --ram):"
+    if not args.dram:
+        args.dram = Range(*DDR5_GB_S)
+        yield f"    RAM {args.dram} GB/s, two channels of DDR5; of DDR4: --dram 40"
+    if not args.disk:
+        args.disk = Range(*NVME_GB_S)
+        yield f"    disk {args.disk} GB/s, an NVMe drive on PCIe 4.0 or 5.0; on PCIe 3.0: --disk 3.5"
+
+
 def boxes(args: argparse.Namespace, shape: Shape, config: ModelConfig) -> Iterator[Box]:
     """The machine at both ends of every range, the slowest first."""
     here = measured(args, shape, config) if None in (args.gpu, args.ram, args.dram, args.disk) else None
@@ -185,7 +211,10 @@ def measured(args: argparse.Namespace, shape: Shape, config: ModelConfig) -> Box
         raise PlanError(f"this machine has no CUDA card: name one with --gpu ({', '.join(sorted(CARDS))})")
     workers = Workers(default_threads())
     folder = args.store or args.folder
+    if not folder.is_dir():
+        raise PlanError(f"{folder}: there is no such folder; give one on the disk to measure, or --disk")
     if not os.access(folder, os.W_OK):
+        print(f"{folder} cannot be written: the disk measured is that of {tempfile.gettempdir()}; or give --disk")
         folder = Path(tempfile.gettempdir())
     blocks, catalog, path = measure.synthetic(folder, config.block)
     try:

@@ -252,6 +252,47 @@ def test_a_measured_machine(
     assert sorted(demo_store.folder.iterdir()) == before, "the blocks are gone"
 
 
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("said", [(), ("--disk", "7"), ("--dram", "40")], ids=["nothing", "disk", "RAM"])
+def test_a_pc_that_is_not_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], said: tuple[str, ...]
+) -> None:
+    """Nothing of this machine goes into its plan, and what was assumed is told."""
+
+    def measured(*_: object) -> None:
+        raise AssertionError("this machine was measured")
+
+    monkeypatch.setattr(plan, "measured", measured)
+    assert main(["plan", "--gpu", "rtx5060", "--ram", "32", *said]) == 0
+    out = capsys.readouterr().out
+    assert "assumed, for a PC that is not here" in out
+    assert ("RAM 60-70 GB/s" in out) == ("--dram" not in said)
+    assert ("disk 7-12 GB/s" in out) == ("--disk" not in said)
+    tok_s = float(out.partition("What would help, from ")[2].split()[0])
+    assert tok_s == pytest.approx(
+        ours(SUPER, box(CARDS["rtx5060"], 34.4, 40 if "--dram" in said else 60, 7), 22.78).token.tok_s, rel=0.02
+    )
+    assert main(GIVEN) == 0
+    assert "assumed, for" not in capsys.readouterr().out
+    with pytest.raises(AssertionError, match="was measured"):
+        main(["plan", "--gpu", "rtx5060", *said])
+
+
+@pytest.mark.parametrize(
+    "said", ["--ram=0", "--ram=-5", "--ram=nan", "--cache=nan", "--cache=-3", "--redis=-5", "--hot-states=-9",
+             "--desktop=-100", "--disk=inf", "--sequences=0", "--context=-1", "--context=x"],
+)  # fmt: skip
+def test_what_no_machine_has_is_refused(capsys: pytest.CaptureFixture[str], said: str) -> None:
+    with pytest.raises(SystemExit):
+        main([*GIVEN, said])
+    assert f"argument {said.partition('=')[0]}: " in capsys.readouterr().err
+
+
+def test_the_disk_to_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpu", "rtx5060", "--folder", str(tmp_path / "none")]) == 1
+    assert "there is no such folder" in capsys.readouterr().err
+
+
 def test_no_card(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(measure, "card", lambda: None)
     assert main(["plan"]) == 1
@@ -261,6 +302,6 @@ def test_no_card(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 def test_a_range() -> None:
     assert plan.Range.parse("7-12").ends == (7.0, 12.0)
     assert plan.Range.parse("7").ends == (7.0,)
-    for wrong in ("12-7", "x", "0", "-3"):
+    for wrong in ("12-7", "x", "0", "-3", "nan", "inf", "7-inf"):
         with pytest.raises(argparse.ArgumentTypeError):
             plan.Range.parse(wrong)

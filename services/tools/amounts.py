@@ -1,0 +1,37 @@
+"""Amounts as a command line gives them: a number, or several with commas. Refused if no machine could have them.
+
+Owns the reading and what argparse says of what is no amount; what an amount means is the command's business.
+"""
+
+import argparse
+import math
+
+
+def amount(text: str) -> float:
+    """More than nothing, and finite."""
+    found = nothing_or_more(text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected more than 0")
+    return found
+
+
+def nothing_or_more(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number") from error
+    if not math.isfinite(found) or found < 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number that is not negative")
+    return found
+
+
+def amounts(text: str) -> list[float]:
+    """`12,16,20`."""
+    return [amount(word) for word in text.split(",")]
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1 on")
+    return int(text)
