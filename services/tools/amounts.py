@@ -30,7 +30,7 @@ def amounts(text: str) -> list[float]:
     return [amount(word) for word in text.split(",")]
 
 
-def count(text: str) -> int:
+def whole(text: str) -> int:
     """A whole number from 1 on."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1 on")

@@ -224,6 +224,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if not args.folder.is_dir():
+        raise SystemExit(f"thimble doctor: {args.folder}: there is no such folder; give one on the disk of the store")
     found = findings(Machine(folder=args.folder))
     for finding in found:
         print(finding)

@@ -21,7 +21,7 @@ from services.engine.gpu.plan import CHUNKS
 from services.engine.model_config import ModelConfig
 from services.engine.state import state_bytes
 from services.tools import figures, measure
-from services.tools.amounts import amount, count, nothing_or_more
+from services.tools.amounts import amount, nothing_or_more, whole
 from services.tools.draft_forecast import ACCEPTED, REPEATED, block_bytes, two_tokens
 from services.tools.forecast import Ours, Published, first_token, ours, published, upgrades
 from services.tools.hardware import CARDS, DDR5_GB_S, NVME_GB_S, Box, Card, box
@@ -80,8 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-monitoring", action="store_true", help="without Prometheus and Grafana")
     parser.add_argument("--wsl2", action="store_true", help="under WSL2, which page-locks at most half of its RAM")
-    parser.add_argument("--sequences", type=count, default=1, help="generated at once (default 1)")
-    parser.add_argument("--context", type=count, default=16384, metavar="TOKENS", help="of each (default 16384)")
+    parser.add_argument("--sequences", type=whole, default=1, help="generated at once (default 1)")
+    parser.add_argument("--context", type=whole, default=16384, metavar="TOKENS", help="of each (default 16384)")
     parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure (default: here)")
     parser.add_argument("--record", type=Path, metavar="CSV", help="append plan.rtx5060_tok_s; needs --gpu rtx5060")
 

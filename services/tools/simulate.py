@@ -10,8 +10,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from kernels.experts.host.replay import PREFETCH, SHIPPED, Clock, Counts, replay
+from kernels.experts.host.replay import POLICIES, PREFETCH, SHIPPED, Clock, Counts, replay
 from services.tools import figures
+from services.tools.amounts import amount, amounts, nothing_or_more, whole
 from services.tools.predict import GB, Method, Rates, Shape, layer_of
 from services.tools.traces import calibration, compare, tried
 from services.tools.traces.generators import GENERATORS
@@ -34,8 +35,8 @@ def slots_of(shape: Shape, ram_gb: float) -> int:
 def sizes_of(args: argparse.Namespace, shape: Shape) -> list[float]:
     """GB of RAM for experts: as given, as shares of all experts, or a range of shares."""
     if args.ram:
-        return [float(word) for word in args.ram.split(",")]
-    shares = [float(word) for word in args.share.split(",")] if args.share else [0.12, 0.16, 0.24, 0.33, 0.5]
+        return list(args.ram)
+    shares = args.share or [0.12, 0.16, 0.24, 0.33, 0.5]
     return [share * shape.blocks * shape.block_bytes / GB for share in shares]
 
 
@@ -49,7 +50,14 @@ def table(found: Source, sizes: Sequence[float], counts: Sequence[Counts], clock
         ms = count.decode_ns / tokens / 1e6
         print(
             f"{ram_gb:>8.3g}{slots:>8}{slots / found.shape.blocks:>7.0%}{count.hit_rate:>8.1%}"
-            f"{count.decode_reads / tokens:>13.2f}{ms:>10.2f}{1e3 / ms:>8.2f}{count.hidden(clock):>8.0%}"
+            f"{count.decode_reads / tokens:>13.2f}{ms:>10.2f}{1e3 / ms:>8.2f}{max(0.0, count.hidden(clock)):>8.0%}"
+        )
+    all_gb = found.shape.blocks * found.shape.block_bytes / GB
+    if max(sizes) > all_gb:
+        print(f"all experts take {all_gb:.3g} GB: more RAM than that changes nothing")
+    if found.cut:
+        print(
+            "the recording did not end in order (engine killed, disk full, file damaged): this is what of it is whole"
         )
     if found.prompt_tokens:
         reads = ", ".join(f"{count.sweep_reads / found.prompt_tokens:.1f}" for count in counts)
@@ -73,8 +81,12 @@ def plot(path: Path, found: Source, sizes: Sequence[float], counts: Sequence[Cou
     hits.yaxis.label.set_color("tab:blue")
     speed.set_ylabel("predicted tokens a second", color="tab:orange")
     hits.grid(alpha=0.3)
-    figure.savefig(path, format="png", dpi=110)
-    pyplot.close(figure)
+    try:
+        figure.savefig(path, format="png", dpi=110)
+    except OSError as error:
+        raise SystemExit(f"thimble simulate: {path}: cannot be written: {error.strerror}") from error
+    finally:
+        pyplot.close(figure)
 
 
 def live(found: Source) -> float | None:
@@ -88,14 +100,17 @@ def live(found: Source) -> float | None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(GENERATORS)
     parser.add_argument("traces", nargs="*", metavar="TRACE", help=f"a recorded file, or one made up: {names}")
-    parser.add_argument("--ram", default="", help="GB for experts, with commas: 12,16,20,24")
-    parser.add_argument("--share", default="", help="the same as shares of all experts: 0.24,0.33")
-    parser.add_argument("--tokens", type=int, default=1000, help="decoded tokens of a trace that is made up")
-    parser.add_argument("--policy", default=SHIPPED, help="of the cache (default: what the engine runs)")
+    parser.add_argument("--ram", type=amounts, help="GB for experts, with commas: 12,16,20,24")
+    parser.add_argument("--share", type=amounts, help="the same as shares of all experts: 0.24,0.33")
+    parser.add_argument("--tokens", type=whole, default=1000, help="decoded tokens of a trace that is made up")
+    parser.add_argument(
+        "--policy", choices=(SHIPPED, *POLICIES), default=SHIPPED, help="of the cache (default: what the engine runs)"
+    )
     parser.add_argument("--prefetch", choices=PREFETCH, default="auto")
     parser.add_argument("--method", choices=[method.value for method in Method], default=Method.CPU.value)
     for name, value in vars(HOME).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=value, help=f"(default {value:g})")
+        kind = amount if name.endswith("gb_s") else nothing_or_more
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value, help=f"(default {value:g})")
     parser.add_argument("--plot", type=Path, help="write hit rate and speed over RAM as a PNG")
     parser.add_argument("--compare", action="store_true", help="every policy on these traces, or on all made up")
     parser.add_argument("--calibration", action="store_true", help="the generator against what was published")
@@ -116,6 +131,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if not args.traces:
         raise SystemExit("thimble simulate: name a trace, or --compare, --calibration or --tried")
+    if args.plot and len(args.traces) > 1:
+        raise SystemExit("thimble simulate: --plot draws one trace")
     differences = []
     for one in found:
         sizes = sizes_of(args, one.shape)

@@ -141,5 +141,12 @@ def test_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert str(tmp_path) not in out
 
 
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "a file").write_text("x")
+    for name in ("none", "a file"):
+        with pytest.raises(SystemExit, match="there is no such folder"):
+            main(["doctor", str(tmp_path / name)])
+
+
 def test_a_finding_reads_well() -> None:
     assert str(Finding("bad", "x", "y", "z")).split() == ["bad", "x:", "y", "z"]

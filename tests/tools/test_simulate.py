@@ -107,6 +107,49 @@ def test_what_others_tried_is_tried_again_in_one_table(tmp_path: Path, capsys: p
     assert (slower.gain, replace(slower, more_is_better=True).gain) == (pytest.approx(-0.2), pytest.approx(0.2))
 
 
+def test_a_trace_that_was_cut_short_says_so(
+    traces: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The end, with what the engine counted, is missing; so is the comparison with it."""
+    data = traces[0].read_bytes()
+    (tmp_path / "cut").write_bytes(data[:-9])
+    for path, cut in ((traces[0], False), (tmp_path / "cut", True)):
+        assert main(["simulate", str(path), "--share", "0.3"]) == 0
+        out = capsys.readouterr().out
+        assert ("did not end in order" in out) == cut
+        assert ("replayed less live" in out) != cut
+
+
+def test_more_ram_than_experts_and_reads_that_hide_nothing(
+    traces: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a drive takes until it answers is not a share of what is hidden."""
+    assert main(["simulate", str(traces[0]), "--ram", "0.001,12"]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines() if "%" in line]
+    assert [row[-1] for row in rows] == ["0%", "0%"]
+    assert "more RAM than that changes nothing" in out
+    assert main(["simulate", str(traces[0]), "--share", "0.5"]) == 0
+    assert "changes nothing" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "said", ["--ram=0", "--ram=-1", "--ram=nan", "--ram=inf", "--ram=12,,16", "--ram=12;16", "--share=x", "--tokens=0",
+             "--policy=foo", "--disk-gb-s=0", "--late-us=-1"],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(traces: list[Path], capsys: pytest.CaptureFixture[str], said: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", str(traces[0]), said])
+    assert f"argument {said.partition('=')[0]}: " in capsys.readouterr().err
+
+
+def test_a_plot_that_cannot_be(traces: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="draws one trace"):
+        main(["simulate", *map(str, traces[:2]), "--plot", str(tmp_path / "x.png")])
+    with pytest.raises(SystemExit, match="cannot be written: No such file"):
+        main(["simulate", str(traces[0]), "--plot", str(tmp_path / "none" / "x.png")])
+
+
 def test_a_bad_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x").write_bytes(b"?")
     assert main(["simulate", str(tmp_path / "x")]) == 1

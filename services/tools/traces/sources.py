@@ -24,6 +24,7 @@ class Source:
     prompt_tokens: int
     decoded_tokens: int
     note: dict[str, Any]
+    cut: bool = False  # the recording did not end in order
 
     @property
     def size(self) -> str:
@@ -55,4 +56,6 @@ def source(word: str, tokens: int) -> Source:
     random = np.random.default_rng(1)
     guesses = tuple(worsen(routing, ahead, random, GUESSED_RIGHT) for ahead in range(1, len(routing.guesses) + 1))
     routing = replace(routing, guesses=guesses)
-    return Source(Path(word).stem, routing, shape, trace.prompt_tokens, trace.decoded_tokens, trace.note)
+    return Source(
+        Path(word).stem, routing, shape, trace.prompt_tokens, trace.decoded_tokens, trace.note, not trace.whole
+    )
