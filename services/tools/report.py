@@ -25,6 +25,10 @@ from services.engine.experts.store import Store
 from services.tools import doctor, figures
 from services.tools.ram_ledger import GB, PlanError, RamWanted, ram_ledger
 
+# In a path they tell nothing of its owner, and the report's own words and figures' names need them.
+ORDINARY = frozenset(
+    ("card", "checkpoint", "data", "decode", "demo", "disk", "experts", "model", "models", "plan", "store")
+)
 LIMIT_S = 3600.0
 TAIL_LINES = 120
 
@@ -46,19 +50,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    for path in (args.store, args.checkpoint):
+        if path is not None and not path.is_dir():
+            raise SystemExit(f"thimble report: {path}: there is no such folder")
+    try:  # now, not after an hour of measuring
+        args.out.open("ab").close()
+    except OSError as error:
+        raise SystemExit(
+            f"thimble report: {args.out}: cannot be written: {error.strerror}; give another --out"
+        ) from error
     found = doctor.findings(doctor.Machine(folder=folder_of(args)))
-    text, failed = [heading(), section("doctor", "\n".join(map(str, found)))], 0
+    text = [heading(), section("doctor", "\n".join(map(str, found)))]
+    failed = left_out = 0
     with tempfile.TemporaryDirectory() as scratch:
         figures_file = Path(scratch) / "report.csv"
         for part in parts(args, figures_file):
             print(f"{part.title} ...", flush=True)
             status, said = (0, f"not run: {part.missing}") if part.missing else output(part.words, args.limit_s)
-            failed += status != 0
+            failed, left_out = failed + (status != 0), left_out + bool(part.missing)
             text.append(section(part.title, said))
         if figures_file.exists():
             text.append(section("figures", figures_file.read_text()))
     args.out.write_text(scrub("\n".join(text), private(args)), encoding="utf-8")
-    print(f"{args.out}: written. Look through it before you show it to anyone; {failed} parts failed")
+    print(
+        f"{args.out}: written. Look through it before you show it to anyone; {failed} parts failed, {left_out} not run"
+    )
     return 1 if failed else 0
 
 
@@ -116,7 +132,7 @@ def private(args: argparse.Namespace) -> list[str]:
     words = {socket.gethostname(), platform.node(), getpass.getuser(), Path.home().name, os.environ.get("USER", "")}
     for path in (args.store, args.checkpoint, Path.cwd()):
         if path is not None:  # as it was given, then what is left of it where it was cut
-            words |= {str(path), *path.parts}
+            words |= {str(path), *path.parts} - ORDINARY
     return sorted((word for word in words if len(word) > 1), key=len, reverse=True)
 
 

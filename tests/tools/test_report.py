@@ -69,6 +69,30 @@ def test_with_experts_missing(demo_store: Store, tmp_path: Path, monkeypatch: py
     assert part.missing == "there is not enough RAM"
 
 
+def test_what_cannot_be_written_or_read_is_said_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*_: object) -> None:
+        raise AssertionError("something was measured")
+
+    monkeypatch.setattr(report, "output", measured)
+    for words, said in (
+        (("--out", str(tmp_path / "none" / "x.txt")), "cannot be written: No such file"),
+        (("--out", str(tmp_path)), "cannot be written: Is a directory"),
+        (("--store", str(tmp_path / "none")), "there is no such folder"),
+        (("--checkpoint", str(tmp_path / "none")), "there is no such folder"),
+    ):
+        with pytest.raises(SystemExit, match=said):
+            main(["report", *words])
+
+
+def test_ordinary_words_of_a_path_stay() -> None:
+    """Else the names of figures would go with them; a person's word does not stay."""
+    words = report.private(arguments("--store", "/mnt/disk/ada-lovelace/store"))
+    told = report.scrub("disk.read_gb_s of a store, ada-lovelace, /mnt/disk/ada-lovelace/store", words)
+    assert told == "disk.read_gb_s of a store, (name), (path)"
+
+
 def test_a_part_that_takes_too_long_or_fails() -> None:
     assert report.output(("chat", "--help"), 0.01)[0] == 124
     status, said = report.output(("repack", "/nonexistent", "/nonexistent2"), 60)
