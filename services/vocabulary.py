@@ -7,7 +7,9 @@ what it came through with is read here, from the same bytes.
 """
 
 import hashlib
+import os
 import signal
+import site
 import subprocess
 import sys
 import threading
@@ -68,8 +70,15 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
+def _folders() -> list[str]:
+    """Where this process finds its libraries, so that the trial is of the same ones. But for the working directory, by
+    whatever name, which anybody may have filled, and the user's own packages."""
+    out = {os.path.realpath(os.curdir), os.path.realpath(site.getusersitepackages())}
+    return [folder for folder in sys.path if os.path.isabs(folder) and os.path.realpath(folder) not in out]
+
+
 def _trouble(data: bytes, library: Library, ids: int, memory_bytes: int, cpu_s: int) -> str:
-    command = [sys.executable, "-I", str(PROGRAM), library, str(memory_bytes), str(cpu_s), str(ids)]
+    command = [sys.executable, "-I", str(PROGRAM), library, str(memory_bytes), str(cpu_s), str(ids), *_folders()]
     for _ in range(2):
         try:
             done = subprocess.run(command, input=data, capture_output=True, timeout=WALL_S, env={})

@@ -1,7 +1,8 @@
 """Gives a tokenizer.json to the library that is to read it, and some text to what comes of it. A program of its own,
-for vocabulary.py: it may come to any end. It imports nothing of ours.
+for vocabulary.py: it may come to any end. It imports nothing of ours, and nothing of the working directory's.
 
-    python -I vocabulary_trial.py tokenizers|llguidance MEMORY_BYTES CPU_SECONDS IDS
+    python -I vocabulary_trial.py tokenizers|llguidance MEMORY_BYTES CPU_SECONDS IDS FOLDER...
+    FOLDER  where the libraries may be, in the order of who asks: -I leaves out what PYTHONPATH names
     stdin   the file
     stdout  nothing if it can be used, else why not
     exits   0; by a signal where the library ends its process, or takes too much of it
@@ -53,6 +54,7 @@ def _too_many(count: Callable[[str], int]) -> str:
 
 def main() -> int:
     library, memory_bytes, cpu_s, ids = sys.argv[1], *map(int, sys.argv[2:5])
+    sys.path = sys.argv[5:]
     for what, limit in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_CPU, cpu_s),

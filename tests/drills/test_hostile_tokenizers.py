@@ -2,9 +2,12 @@
 
 import copy
 import json
+import os
 import subprocess
 import sys
+import sysconfig
 import time
+import venv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from services.tools.texts import TextError, Texts
 from services.vocabulary import VocabularyError, read_vocabulary, try_out
 
 Content = dict[str, Any]
+ROOT = Path(__file__).parents[2]
 FILE = "tokenizer.json"
 WORDS = Grammar(Form.REGEX, "[a-z]+")
 IDS = 300
@@ -155,6 +159,28 @@ def test_the_one_that_was_found_ends_a_process_that_does_not_try_it_first(tmp_pa
     assert careless.returncode != 0
     with pytest.raises(VocabularyError, match=r"library (ends its process|says).*fetch the checkpoint again"):
         try_out(text, "tokenizers")
+
+
+@pytest.mark.parametrize("library", ["tokenizers", "llguidance"])
+def test_a_trial_finds_what_pythonpath_names_and_nothing_of_the_working_directory(tmp_path: Path, library: str) -> None:
+    """In an environment that has no packages of its own, beside files that call themselves by the libraries' names."""
+    venv.create(tmp_path / "bare", with_pip=False)
+    python, here, text = str(tmp_path / "bare/bin/python"), tmp_path / "here", json.dumps(sound())
+    here.mkdir()
+    (here / f"{library}.py").write_text("raise RuntimeError('of the working directory')")
+    packages = sysconfig.get_paths()["platlib"]
+    trial = f"import sys; from services.vocabulary import try_out; try_out(sys.stdin.read(), {library!r}, {IDS})"
+
+    def tried(*folders: str | Path) -> "subprocess.CompletedProcess[str]":
+        environ = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+        return subprocess.run([python, "-c", trial], input=text, capture_output=True, text=True, cwd=here, env=environ)
+
+    assert tried(ROOT, packages).returncode == 0
+    assert tried(ROOT, here, packages).returncode == 0, "by its name it is still the working directory"
+    assert "No module named" in tried(ROOT).stderr, "the control: nothing else has the library"
+    elsewhere = here.rename(tmp_path / "elsewhere")
+    here.mkdir()
+    assert "of the working directory" in tried(ROOT, elsewhere, packages).stderr, "the control: it would be seen"
 
 
 def test_a_trial_has_limits_and_happens_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
