@@ -30,6 +30,11 @@ def amounts(text: str) -> list[float]:
     return [amount(word) for word in text.split(",")]
 
 
+def none_or_more(text: str) -> list[float]:
+    """`0,0.5,1`."""
+    return [nothing_or_more(word) for word in text.split(",")]
+
+
 def whole(text: str) -> int:
     """A whole number from 1 on."""
     if not text.isdecimal() or not int(text):

@@ -19,6 +19,7 @@ from kernels.workers.pool import Workers
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import catalog
 from services.tools import figures
+from services.tools.amounts import amount
 from services.tools.synthetic_blocks import SyntheticBlocks
 
 LAYOUT = BlockLayout(1024, 2688)
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--store", type=Path, help="read this store's blocks")
     what.add_argument("--folder", type=Path, default=Path(), help="make a gigabyte of blocks here (default: here)")
-    what.add_argument("--emulate", type=float, metavar="GB/S", help="a drive of that speed, played by memory")
+    what.add_argument("--emulate", type=amount, metavar="GB/S", help="a drive of that speed, played by memory")
     parser.add_argument("--out", type=Path, help="append disk.read_gb_s to this CSV file (its name names the machine)")
 
 

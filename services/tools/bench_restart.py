@@ -28,6 +28,7 @@ from services.engine.experts.warm import NAME
 from services.engine.load import load
 from services.engine.request import Event, Failed, Finish, Request, Token
 from services.tools import figures
+from services.tools.amounts import amount, none_or_more, whole
 from services.tools.record import DIALOGS
 
 GOAL = 1.3  # times the steady time
@@ -93,11 +94,13 @@ def opened(store: Store, slots: int, warm_dir: Path, drive: EmulatedDrive) -> It
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", type=Path, help="folder that `thimble repack` wrote")
-    parser.add_argument("--share", type=float, default=0.75, help="of all experts in RAM (default 0.75)")
-    parser.add_argument("--disk", type=float, default=0.02, metavar="GB/S", help="emulated (default 0.02)")
-    parser.add_argument("--waits", default="0,0.5,1,2", metavar="S", help="after the restart (default 0,0.5,1,2)")
-    parser.add_argument("--tokens", type=int, default=16, help="of an answer (default 16)")
-    parser.add_argument("--rounds", type=int, default=3, help="of which the medians are taken (default 3)")
+    parser.add_argument("--share", type=amount, default=0.75, help="of all experts in RAM (default 0.75)")
+    parser.add_argument("--disk", type=amount, default=0.02, metavar="GB/S", help="emulated (default 0.02)")
+    parser.add_argument(
+        "--waits", type=none_or_more, default=[0, 0.5, 1, 2], metavar="S", help="after the restart (default 0,0.5,1,2)"
+    )
+    parser.add_argument("--tokens", type=whole, default=16, help="of an answer (default 16)")
+    parser.add_argument("--rounds", type=whole, default=3, help="of which the medians are taken (default 3)")
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
 
 
@@ -107,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     slots = max(store.config.experts_per_token, int(args.share * blocks))
     drive = EmulatedDrive(np.fromfile(store.experts_path, np.uint8), gb_s=args.disk)
     asked = questions(store)
-    waits = sorted(float(word) for word in args.waits.split(","))
+    waits = sorted(args.waits)
     whole_s = slots * block_bytes / args.disk / 1e9
     print(
         f"{slots} of {blocks} experts in RAM, {slots * block_bytes / 1e6:.1f} MB at {args.disk:g} GB/s: {whole_s:.2f} s"

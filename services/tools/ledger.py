@@ -29,6 +29,7 @@ from services.engine.gpu.ledger import (
 from services.engine.model_config import ModelConfig
 from services.engine.vision.device import card_bytes
 from services.tools import synthetic_vision
+from services.tools.amounts import nothing_or_more, whole
 from services.tools.synthetic_shapes import RECIPES, SHAPES, dense_layout
 
 
@@ -39,13 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recipe", choices=RECIPES, default="3.5", help="formats of --shape: as 3.5, or 3-Super after --dense fp8"
     )
-    parser.add_argument("--sequences", type=int, default=1, help="generated at once (default 1)")
-    parser.add_argument("--context", type=int, default=4096, metavar="TOKENS", help="of each (default 4096)")
+    parser.add_argument("--sequences", type=whole, default=1, help="generated at once (default 1)")
+    parser.add_argument("--context", type=whole, default=4096, metavar="TOKENS", help="of each (default 4096)")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="format of keys and values")
     parser.add_argument("--pictures", action="store_true", help="with what it takes to read pictures on the card")
-    parser.add_argument("--chunk", type=int, default=0, help="tokens of prompts read at once (default 0: one by one)")
+    parser.add_argument("--chunk", type=whole, default=0, help="tokens of prompts read at once (default 0: one by one)")
     parser.add_argument(
-        "--locked", type=float, default=0.0, metavar="GB", help="RAM for experts, which the card reads (default 0)"
+        "--locked",
+        type=nothing_or_more,
+        default=0.0,
+        metavar="GB",
+        help="RAM for experts, which the card reads (default 0)",
     )
     parser.add_argument("--vram-mib", type=int, metavar="N", help="refuse, with status 1, what does not fit into N MiB")
 

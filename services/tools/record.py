@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from services.api.model_folder import ModelFolder, load_model_folder
+from services.engine.errors import TraceError
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import Experts, open_experts
 from services.engine.experts.trace import Header, Recorder
@@ -18,6 +19,7 @@ from services.engine.load import served_name
 from services.engine.model import Model, Segment
 from services.engine.pages import PagePool, pages_for
 from services.engine.state import State
+from services.tools.amounts import amount, whole
 
 CHUNK_TOKENS = 64  # as the engine's setting
 MOST_BYTES = 1_000_000_000
@@ -90,14 +92,19 @@ def _talk(model: Model, words: ModelFolder, turns: tuple[str, ...], answer_token
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", type=Path, help="folder that `thimble repack` wrote")
     parser.add_argument("folder", type=Path, help="where the traces go")
-    parser.add_argument("--share", type=float, default=0.24, help="share of all experts with a slot in RAM")
-    parser.add_argument("--answer-tokens", type=int, default=60, help="longest answer")
+    parser.add_argument("--share", type=amount, default=0.24, help="share of all experts with a slot in RAM")
+    parser.add_argument("--answer-tokens", type=whole, default=60, help="longest answer")
     parser.add_argument("--prefetch", choices=("off", "on", "auto"), default="off")
 
 
 def run(args: argparse.Namespace) -> int:
     store = Store.open(args.store)
-    args.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        args.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TraceError(
+            f"{args.folder}: no traces can be written there: {error.strerror}; give another folder"
+        ) from error
     slots = max(store.config.experts_per_token, int(args.share * sum(map(len, store.blocks))))
     for path in record(store, args.folder, slots=slots, answer_tokens=args.answer_tokens, prefetch=args.prefetch):
         print(path)

@@ -150,6 +150,12 @@ def test_a_plot_that_cannot_be(traces: list[Path], tmp_path: Path) -> None:
         main(["simulate", str(traces[0]), "--plot", str(tmp_path / "none" / "x.png")])
 
 
+def test_traces_that_cannot_be_written(demo_store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a file").write_text("x")
+    assert main(["record", str(demo_store.folder), str(tmp_path / "a file")]) == 1
+    assert "a file: no traces can be written there: File exists" in capsys.readouterr().err
+
+
 def test_a_bad_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x").write_bytes(b"?")
     assert main(["simulate", str(tmp_path / "x")]) == 1
