@@ -95,7 +95,7 @@ std::string Blocks::verdict(const Arrival& arrival) const {
 }
 
 // What did not come right, once more and in one go, from each drive that holds it, the suspected one last. Empty, or what is
-// wrong for good: of the store itself, the first drive, if it is wrong there.
+// wrong for good, as the store itself, the first drive, has it: that one holds every block.
 std::string Blocks::again(const Arrival& first) {
   // Which drive's bytes do not fit the checksum is known only if all came from one.
   const int bad = first.drives_.size() == 1 ? first.drives_.front() : first.wrong_drive_;
@@ -107,10 +107,9 @@ std::string Blocks::again(const Arrival& first) {
   for (const int drive : tried) {
     const std::string wrong = whole(first.key_, drive, first.to_);
     if (!wrong.empty()) {
-      if (told.empty() || drive == 0)
-        told = catalog_.name(first.key_) + ": " + drives_[size_t(drive)]->name() + ": " + wrong +
-               (wrong == CHANGED ? ", twice: the bytes on disk have changed" : "") +
-               (drive == 0 ? "; run thimble repack again" : "; run thimble spread again");
+      if (drive == 0)
+        told = catalog_.name(first.key_) + ": " + drives_[0]->name() + ": " + wrong +
+               (wrong == CHANGED ? ", twice: the bytes on disk have changed" : "") + "; run thimble repack again";
       continue;
     }
     const auto other = std::find_if(first.drives_.begin(), first.drives_.end(), [&](int each) { return each != drive; });
