@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.api.errors import CODE_KEY, RETRY_AFTER_KEY, ApiError, EngineFailed, EngineLost, from_engine
 from services.rpc import engine_pb2 as pb
 from services.rpc.engine_pb2_grpc import EngineStub
+from services.unbroken import Reads, unbroken
 
 log = logging.getLogger(__name__)
 
@@ -101,11 +102,6 @@ class Engine:
         await self._channel.close(grace=None)
 
 
-def _seen(done: "asyncio.Future[Any]") -> None:
-    if not done.cancelled():
-        done.exception()  # nobody may be there any more to see it
-
-
 class Generation:
     """One Generate call. Iterate for the engine's messages; every failure is an ApiError. `cancel` frees the sequence
     and is safe at any time."""
@@ -114,7 +110,7 @@ class Generation:
         self._call = call
         self._engine = engine
         self._ahead: pb.GenerateOut | None = None  # read, and not yet told
-        self._reading: asyncio.Future[Any] | None = None
+        self._reads = Reads(call.read)
 
     async def start(self, start: pb.Start) -> None:
         """Send the request and wait until the engine has taken it in or refused it."""
@@ -134,7 +130,7 @@ class Generation:
                 continue
             try:
                 with _translated():
-                    message = await self._read()
+                    message = await self._reads.next()
             except EngineLost:
                 self._engine.note_failure()
                 raise
@@ -146,19 +142,6 @@ class Generation:
                     await self._raise()
                 return
             yield message
-
-    async def _read(self) -> Any:
-        """The next message or EOF. Who waits may be cancelled; grpc's own read goes on until `cancel` ends the call: a
-        read that is broken off leaves memory of grpc's behind for ever."""
-        if self._reading is None:
-            self._reading = asyncio.ensure_future(self._call.read())
-            self._reading.add_done_callback(_seen)
-        reading = self._reading
-        try:
-            return await asyncio.shield(reading)
-        finally:
-            if reading.done():
-                self._reading = None
 
     async def send_payload(self, chunks: AsyncIterator[bytes]) -> int:
         """The payload the engine asked for; returns the number of chunks sent."""
@@ -208,7 +191,7 @@ class Generation:
     async def _write(self, message: pb.GenerateIn) -> None:
         try:
             with _translated():
-                await self._call.write(message)
+                await unbroken(self._call.write(message))
         except asyncio.InvalidStateError:
             await self._raise()  # the call has ended already: its status says why
 

@@ -17,6 +17,7 @@ from services.engine.exchange import Lent, borrow
 from services.engine.messages import EVERYTHING, NOTHING, Want, message_of, request_of, snapshot_chunks, snapshot_head
 from services.engine.request import Event, Failed, Finish, Request, Restore, Snapshot, Source
 from services.engine.upload import Upload
+from services.unbroken import Reads, unbroken
 
 START_TIMEOUT_S = 30.0
 EOF = grpc.aio.EOF  # type: ignore[attr-defined]
@@ -30,6 +31,7 @@ class Call:
     def __init__(self, engine: Engine, context: Context, snapshot_timeout_s: float) -> None:
         self._engine = engine
         self._context = context
+        self._reads = Reads(context.read)
         self._snapshot_timeout_s = snapshot_timeout_s
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._upload: Upload | None = None
@@ -53,7 +55,7 @@ class Call:
 
         handle = self._engine.submit(request, sink)
         try:
-            await self._context.send_initial_metadata(())
+            await unbroken(self._context.send_initial_metadata(()))
             reader = asyncio.create_task(self._read(handle))
             try:
                 await self._write(handle, request.snapshots_on_request and not request.heads_only)
@@ -84,7 +86,7 @@ class Call:
     async def _receive(self) -> Any:
         """The next message, or EOF. Raises StreamError for bytes that are none."""
         try:
-            return await self._context.read()
+            return await self._reads.next()
         except DecodeError as error:
             raise StreamError("a message that cannot be read: its bytes are no message of the contract") from error
 
@@ -123,7 +125,7 @@ class Call:
                 raise event.error
             if isinstance(event, Restore) and event.source is Source.SEND and event.state is not None:
                 self._expect(event, handle)
-            await self._context.write(message_of(event))
+            await unbroken(self._context.write(message_of(event)))
             if isinstance(event, Finish):
                 break
         for snapshot in event.snapshots:
@@ -181,12 +183,12 @@ class Call:
 
     async def _send(self, snapshot: Snapshot, on_request: bool) -> None:
         """The head, and of the rest what the client wants."""
-        await self._context.write(snapshot_head(snapshot))
+        await unbroken(self._context.write(snapshot_head(snapshot)))
         want = EVERYTHING
         if on_request:
             want = NOTHING if self._half_closed and self._wants.empty() else await self._wants.get()
         for message in snapshot_chunks(snapshot, want):
-            await self._context.write(message)
+            await unbroken(self._context.write(message))
 
     def _expect(self, expected: Restore, handle: Handle) -> None:
         """Before the client is asked, so that no chunk can come too early."""

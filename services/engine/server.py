@@ -25,6 +25,7 @@ from services.engine.vision import call as vision_call
 from services.rpc import engine_pb2 as pb
 from services.rpc import engine_pb2_grpc
 from services.settings import SettingError
+from services.unbroken import Reads
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):  # type: ignore[misc]  # ge
 
     async def Vision(self, request_iterator: Any, context: Context) -> pb.VisionOut:
         async with _errors_as_status(context):
-            return await vision_call.answer(self._loaded(), request_iterator)
+            return await vision_call.answer(self._loaded(), Reads(context.read))
 
     async def Info(self, request: pb.InfoRequest, context: Context) -> pb.InfoResponse:
         async with _errors_as_status(context):

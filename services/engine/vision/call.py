@@ -1,20 +1,23 @@
 """One Vision call: the ask, the bytes that come with it, and what is answered. Owns how much a call may send."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
+
+import grpc
 
 from services.engine.engine import Engine
 from services.engine.errors import PictureError, StreamError
 from services.engine.vision.decode import MOST_BYTES
 from services.engine.vision.sight import Ask, Missing, Resolution
 from services.rpc import engine_pb2 as pb
+from services.unbroken import Reads
 
 MOST_CALL_BYTES = 64 << 20
 RECEIVE_S = 60.0
+EOF = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
-async def answer(engine: Engine, messages: AsyncIterator[Any]) -> pb.VisionOut:
+async def answer(engine: Engine, messages: Reads) -> pb.VisionOut:
     """Raises EngineError: StreamError for what is out of order, and what `Engine.sight` and `Engine.see` raise."""
     _ = engine.sight
     try:
@@ -28,10 +31,10 @@ async def answer(engine: Engine, messages: AsyncIterator[Any]) -> pb.VisionOut:
     return pb.VisionOut(pictures=[pb.SeenPicture(handle=seen.handle, tokens=seen.tokens) for seen in found])
 
 
-async def _receive(messages: AsyncIterator[Any]) -> tuple[Any, list[Ask]]:
+async def _receive(messages: Reads) -> tuple[Any, list[Ask]]:
     ask: Any = None
     data = bytearray()
-    async for message in messages:
+    while (message := await messages.next()) is not EOF:
         if ask is None:
             if not message.HasField("ask"):
                 raise StreamError("the first message of a Vision stream is an ask")
