@@ -208,6 +208,7 @@ class Engine:
             for job, sequence in jobs:
                 with scheduler.at_the_cost_of(sequence):
                     job(scheduler, sequence)
+            jobs.clear()  # while the thread sleeps it would keep their requests
             if stop_at is not None:
                 for sequence in [s for s in scheduler.sequences if s in scheduler.waiting or s.request.idle]:
                     scheduler.drop(sequence, StoppingError("the engine is stopping: ask another one"))
