@@ -55,7 +55,7 @@ RECIPES = {
         64,
         1024,
         150,
-        {"pretrain": (3e-3, 1.5e-3), "chat": (1.5e-3, 3e-4), "quantise": (6e-4, 0.0)},
+        {"pretrain": (3e-3, 1.5e-3), "chat": (1.5e-3, 3e-4), "quantise": (3e-4, 0.0)},
         {"pretrain": 1e-3, "chat": 3e-4, "quantise": 1e-4},
     ),
     "tiny": Recipe(
