@@ -1,8 +1,8 @@
 """Operations of gRPC's that are never broken off. Owns how they are waited for; what comes of them is their caller's.
 
-grpc.aio forgets the memory of an operation whose waiter is cancelled: some 120 bytes for ever, and a message that was
-being sent, with each client that hangs up, each time limit that passes and each answer that ends before its client has
-said its last word. So who waits may be cancelled, and the operation goes on until its call ends, which ends it too.
+grpc.aio forgets the memory of an operation whose waiter is cancelled: some 120 bytes for ever, with each client that
+hangs up, each time limit that passes and each answer that ends before its client has said its last word. So who waits
+may be cancelled, and the operation goes on until its call ends, which ends it too.
 """
 
 import asyncio
