@@ -56,6 +56,11 @@ class Level:
         )
 
 
+def complains(line: str) -> bool:
+    """Whether a line of a log tells of a fault of our own."""
+    return '"level": "error"' in line or '"level": "critical"' in line or line.startswith("Traceback")
+
+
 def percentile(values: list[float], percent: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else float("nan")
@@ -117,6 +122,9 @@ def main() -> int:
         store = repack(DEMO, Path(name) / "demo", say=lambda text: None).folder
         levels = tuple(map(int, filter(None, args.levels.split(","))))
         found = drill(store, Path(name), levels, args.short, args.seconds)
+        for log in sorted(Path(name).glob("*/*.log")):  # gone with the folder, and one in thousands is not met again
+            for line in filter(complains, log.read_text(errors="replace").splitlines()):
+                print(f"{log.parent.name}/{log.name}: {line}")
     for title, one in found if args.out else []:
         note = f"demo model, {one}"
         figures.append(args.out, f"load.{title}.wrong", one.seen.wrong, "answers", note)

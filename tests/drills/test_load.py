@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import logging
 import os
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,9 +14,10 @@ import crowd
 import httpx
 import pytest
 from crowd import QUESTIONS, Client, Question, Seen
-from load import drill, fairness
+from load import complains, drill, fairness
 from vitals import Sample, Vitals, growth
 
+from services.api.logs import JsonLines
 from services.engine.experts.store import Store
 
 pytestmark = pytest.mark.timeout(300)
@@ -26,6 +29,16 @@ def test_a_crowd_gets_right_answers_and_leaves_nothing(demo_store: Store, tmp_pa
     assert one.seen.answers > 5
     assert one.seen.refused > 0, "20 clients, four places and a queue of eight"
     assert max(one.engine.threads, one.api.threads) <= 2, "pools may grow, a thread for each client may not be"
+
+
+def test_a_fault_of_our_own_is_seen_in_a_log() -> None:
+    try:
+        raise RuntimeError("ours")
+    except RuntimeError:
+        record = logging.LogRecord("x", logging.ERROR, "", 0, "a request failed", None, sys.exc_info())
+    assert complains(JsonLines().format(record))
+    record.levelno, record.levelname = logging.INFO, "INFO"
+    assert not complains(JsonLines().format(record))
 
 
 async def judged(answer: httpx.Response, expected: Mapping[Question, Any]) -> Seen:
