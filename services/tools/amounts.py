@@ -35,8 +35,13 @@ def none_or_more(text: str) -> list[float]:
     return [nothing_or_more(word) for word in text.split(",")]
 
 
-def whole(text: str) -> int:
-    """A whole number from 1 on."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1 on")
+def whole(text: str, least: int = 1) -> int:
+    """A whole number from `least` on."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from {least} on")
     return int(text)
+
+
+def count(text: str) -> int:
+    """0 too."""
+    return whole(text, 0)

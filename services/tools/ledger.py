@@ -29,7 +29,7 @@ from services.engine.gpu.ledger import (
 from services.engine.model_config import ModelConfig
 from services.engine.vision.device import card_bytes
 from services.tools import synthetic_vision
-from services.tools.amounts import nothing_or_more, whole
+from services.tools.amounts import count, nothing_or_more, whole
 from services.tools.synthetic_shapes import RECIPES, SHAPES, dense_layout
 
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=whole, default=4096, metavar="TOKENS", help="of each (default 4096)")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="format of keys and values")
     parser.add_argument("--pictures", action="store_true", help="with what it takes to read pictures on the card")
-    parser.add_argument("--chunk", type=whole, default=0, help="tokens of prompts read at once (default 0: one by one)")
+    parser.add_argument("--chunk", type=count, default=0, help="tokens of prompts read at once (default 0: one by one)")
     parser.add_argument(
         "--locked",
         type=nothing_or_more,
