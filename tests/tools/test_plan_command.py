@@ -215,13 +215,16 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         "tok/s",
     ):
         assert word in out
-    *theirs, row = csv.DictReader(path.read_text().splitlines())
+    *theirs, row, late = csv.DictReader(path.read_text().splitlines())
     assert [one["name"] for one in theirs] == ["plan.published_tok_s"] * 3
     assert "published 7.3-7.6" in theirs[1]["note"]
     assert row["name"] == "plan.rtx5060_tok_s"
     assert row["note"].startswith("predicted, not measured")
     low = ours(SUPER, PUBLISHED.with_rates(60, 7), 20).token.tok_s
     assert float(row["value"]) == pytest.approx(low, rel=0.02)
+    assert late["name"] == "plan.rtx5060_late_tok_s"
+    assert 0.9 * low < float(late["value"]) < low
+    assert f"were it 350, as measured on a virtual machine: {float(late['value']):.1f} tok/s" in out
     assert "VRAM_EXPERTS" not in out, "there is no room"
 
 
