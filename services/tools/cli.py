@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services import garbage
+
 
 @dataclass(frozen=True)
 class Subcommand:
@@ -62,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"thimble: unknown command {name!r}\n\n{usage()}", file=sys.stderr)
         return 2
     subcommand = SUBCOMMANDS[name]
-    module = importlib.import_module(subcommand.module)
+    with garbage.not_looked_for():
+        module = importlib.import_module(subcommand.module)
     parser = argparse.ArgumentParser(prog=f"thimble {name}", description=subcommand.summary)
     module.add_arguments(parser)
     args = parser.parse_args(words[1:])

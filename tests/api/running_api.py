@@ -12,11 +12,11 @@ import httpx
 import uvicorn
 from openai import OpenAI
 
-from services.api.__main__ import Server
 from services.api.app import build_app
 from services.api.config import ApiConfig
 from services.api.connections import connection_options
 from services.api.model_folder import load_model_folder
+from services.api.program import Server
 
 MODEL_DIR = Path(__file__).parents[2] / "demo"
 # Read once for all of them: it is as it was read, whoever uses it.

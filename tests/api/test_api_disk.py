@@ -16,9 +16,9 @@ from running_api import MODEL_DIR, RunningApi
 from scripted_engine import ScriptedEngine
 
 from services.api import disk as disk_module
-from services.api.__main__ import main
 from services.api.disk import Disk, DiskRefused
 from services.api.embedded import EmbeddedStore
+from services.api.program import main
 from services.api.records import Head, Record
 
 DIALOG: list[Any] = [

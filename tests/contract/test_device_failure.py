@@ -21,7 +21,7 @@ FAILING = """
 import os, sys
 from pathlib import Path
 import torch
-from services.engine.__main__ import main
+from services.engine.program import main
 from services.engine.errors import DeviceError
 from services.engine.gpu.decoder import Decoder
 from services.engine.model import Model

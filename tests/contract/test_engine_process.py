@@ -15,8 +15,8 @@ import grpc
 import pytest
 from engine_process import start_engine, stop_engine
 
-from services.engine.__main__ import main
 from services.engine.experts.store import Store
+from services.engine.program import main
 from services.rpc import engine_pb2 as pb
 from services.rpc.engine_pb2_grpc import EngineStub
 
@@ -173,7 +173,7 @@ from services.engine.pages import PagePool
 def broken(self, held):
     raise AssertionError("a page is nobody's")
 PagePool.check = broken
-from services.engine.__main__ import main
+from services.engine.program import main
 sys.exit(main())
 """
 

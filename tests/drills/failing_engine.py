@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-import services.engine.__main__ as program
+import services.engine.program as program
 from services.engine.gpu.decoder import Decoder
 from services.engine.model import Model
 
