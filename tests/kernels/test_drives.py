@@ -5,12 +5,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from expert_store import BlocksOnDisk, batch, same, write_blocks
+from timing import in_some_try
 
 from kernels.block import BlockLayout
 from kernels.experts.host.binding import BlockError, Catalog, Copy, Host, HostError, open_drives, read_rate
@@ -153,11 +155,11 @@ def test_a_copy_that_is_not_there(blocks: BlocksOnDisk, tmp_path: Path) -> None:
         replace(blocks.catalog(), copies=(Copy(tmp_path, catalog.offsets + 512),))
 
 
-def seconds_of_reads(drive: EmulatedDrive, catalog: Catalog, depth: int) -> tuple[float, int]:
-    """Of one read by each of `depth` threads at once, and how many reads that were."""
-    before, begun = drive.counts().reads, time.perf_counter()
+def seconds(drive: EmulatedDrive, catalog: Catalog, depth: int) -> float:
+    """Of one read by each of `depth` threads at once."""
+    begun = time.perf_counter()
     read_rate(catalog, [drive], depth, limit_ns=0)
-    return time.perf_counter() - begun, drive.counts().reads - before
+    return time.perf_counter() - begun
 
 
 def emulated(**model: float) -> tuple[EmulatedDrive, Catalog]:
@@ -170,9 +172,16 @@ def emulated(**model: float) -> tuple[EmulatedDrive, Catalog]:
     return EmulatedDrive(np.zeros(16 * READ_BYTES, np.uint8), **model), catalog  # type: ignore[arg-type]
 
 
-def takes(found_s: float, expected_s: float) -> bool:
-    """No sleep ends early; on a busy machine some end late."""
-    return 0.98 * expected_s <= found_s <= 1.9 * expected_s + 0.01
+def takes(measure: Callable[[], float], expected_s: float) -> bool:
+    """Never less, for no sleep ends early; hardly more in some try, for on a busy machine some end late."""
+    found: list[float] = []
+
+    def again() -> float:
+        found.append(measure())
+        return found[-1]
+
+    in_some_try(again, lambda one: one <= 1.9 * expected_s + 0.01)
+    return 0.98 * expected_s <= min(found) <= 1.9 * expected_s + 0.01
 
 
 @pytest.mark.parametrize("depth", [1, 4])
@@ -180,32 +189,37 @@ def test_the_emulated_rate(depth: int) -> None:
     """Slow enough that this machine's memory and scheduler do not show: a read at 0.02 GB/s takes 20 ms.
     Each wrong block is read twice."""
     drive, catalog = emulated(gb_s=0.02, lane_gb_s=1.0, latency_us=0)
-    seconds, reads = seconds_of_reads(drive, catalog, depth)
-    assert reads == 2 * depth
-    assert takes(seconds, reads * READ_S)
-    counts = drive.counts()
-    assert counts.read_bytes == reads * READ_BYTES
-    assert takes(counts.busy_s, reads * READ_S)
+
+    def busy_s() -> float:
+        before = drive.counts()
+        seconds(drive, catalog, depth)
+        after = drive.counts()
+        assert after.reads - before.reads == 2 * depth
+        assert after.read_bytes - before.read_bytes == 2 * depth * READ_BYTES
+        return after.busy_s - before.busy_s
+
+    assert takes(lambda: seconds(drive, catalog, depth), 2 * depth * READ_S)
+    assert takes(busy_s, 2 * depth * READ_S)
 
 
 def test_a_single_read_does_not_get_the_whole_drive() -> None:
     drive, catalog = emulated(gb_s=0.08, lane_gb_s=0.02, latency_us=0)
-    assert takes(seconds_of_reads(drive, catalog, 1)[0], 2 * READ_S)
-    assert takes(seconds_of_reads(drive, catalog, 4)[0], 2 * READ_S), "four at once, each a quarter"
+    assert takes(lambda: seconds(drive, catalog, 1), 2 * READ_S)
+    assert takes(lambda: seconds(drive, catalog, 4), 2 * READ_S), "four at once, each a quarter"
 
 
 def test_latency_and_queue_depth() -> None:
     for depth, rounds in ((4, 2), (1, 8)):
         drive, catalog = emulated(gb_s=100.0, latency_us=20_000, depth=depth)
-        assert takes(seconds_of_reads(drive, catalog, 4)[0], rounds * 0.02), depth
+        assert takes(partial(seconds, drive, catalog, 4), rounds * 0.02), depth
 
 
 def test_lateness_is_counted() -> None:
     drive, catalog = emulated(gb_s=10_000.0, latency_us=0)
-    seconds_of_reads(drive, catalog, 1)
+    seconds(drive, catalog, 1)
     assert drive.counts().late_s > 0, "no memory is that fast"
     drive, catalog = emulated(gb_s=0.02, latency_us=0)
-    seconds_of_reads(drive, catalog, 1)
+    seconds(drive, catalog, 1)
     assert drive.counts().late_s == 0
 
 
@@ -268,9 +282,12 @@ def test_reads_in_flight_are_as_few_as_are_enough() -> None:
 
 
 def test_the_depth_of_an_emulated_drive_is_found() -> None:
-    """Four reads in flight are what it can do; on a busy machine more may look better, fewer never do."""
+    """Four reads in flight are what it can do; on a busy machine more may look better, fewer hardly do."""
     drive, catalog = emulated(gb_s=0.04, lane_gb_s=0.011, latency_us=100)
-    depth, rates = choose_depth(lambda depth: read_rate(catalog, [drive], depth, limit_ns=100_000_000))
+    depth, rates = in_some_try(
+        lambda: choose_depth(lambda depth: read_rate(catalog, [drive], depth, limit_ns=100_000_000)),
+        lambda found: found[0] >= 4,
+    )
     assert depth >= 4
     assert rates[1] < rates[2] < rates[4]
 
