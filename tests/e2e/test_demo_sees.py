@@ -60,10 +60,16 @@ def test_a_picture_gets_the_right_answer(stack: Running, image: Image.Image, ans
         assert is_so, (QUESTIONS[topic], said)
 
 
-def test_the_answer_is_the_pictures_and_not_the_questions(stack: Running) -> None:
-    """The control: the same question, told of another picture, is answered wrong."""
-    assert not shown(stack, blue_squares(), "what", "1 red circle.")[0]
-    assert not shown(stack, paper()[0], "colour", "red.")[0]
+@pytest.mark.parametrize(
+    ("topic", "of_the_squares", "of_the_circle"),
+    [("what", "3 blue squares.", "1 red circle."), ("colour", "blue.", "red.")],
+)
+def test_the_answer_is_the_pictures_and_not_the_questions(
+    stack: Running, topic: Topic, of_the_squares: str, of_the_circle: str
+) -> None:
+    """The control: of another picture the same question gets that one's answer, and the first one's is wrong of it."""
+    assert shown(stack, blue_squares(), topic, of_the_squares)[0]
+    assert not shown(stack, blue_squares(), topic, of_the_circle)[0]
 
 
 def test_large_pictures_and_other_shapes_are_seen_too(stack: Running) -> None:

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="folder of this training, for everything")
     parser.add_argument("out", type=Path, nargs="?", help="export: folder of the checkpoint; curve: the PNG file")
     parser.add_argument(
-        "--from", dest="start", type=Path, metavar="CHECKPOINT", help="begin with a checkpoint's weights"
+        "--from", dest="start", type=Path, metavar="CHECKPOINT", help="begin with, measure or export its weights"
     )
     parser.add_argument(
         "--corpus", type=Path, help="prepare: folder with pretrain, pretrain_val, chat, chat_val .jsonl[.gz|.xz]"
@@ -54,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
     if device == "cpu":
         torch.set_num_threads(1)  # torch's threads spin while they wait for one another
     training = Training(args.run, shapes.RECIPES[args.size], device, print)
+    if args.start is not None:
+        training.begin_from(args.start, args.step if args.step in shapes.STAGES else shapes.STAGES[0])
     if args.step in shapes.STAGES:
-        if args.start is not None:
-            training.begin_from(args.start, args.step)
         training.stage(args.step, args.minutes, args.steps, args.stage_minutes, args.sparsity)
     elif args.step == "measure":
         from services.tools.train_demo.measuring import measure

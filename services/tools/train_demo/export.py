@@ -20,6 +20,8 @@ from services.tools.train_demo.network import Network
 SHARD_BYTES = 12_000_000
 _WANTED = "give a checkpoint of a model of this size, with its draft block"
 FLOAT32 = ("gate.weight", "e_score_correction_bias")
+EMBEDDINGS = "backbone.embeddings.weight"
+NEVER_SEEN = 0.05  # of the usual length: an embedding that is shorter was only ever decayed
 
 
 def checkpoint_tensors(network: Network) -> dict[str, Tensor]:
@@ -33,7 +35,20 @@ def checkpoint_tensors(network: Network) -> dict[str, Tensor]:
             found |= {f"{stem}.{number}.{part}.weight": one.clone() for number, one in enumerate(value)}
         else:
             found[name] = value
+    found[EMBEDDINGS] = filled(found[EMBEDDINGS])
     return found
+
+
+def filled(embeddings: Tensor) -> Tensor:
+    """Those of tokens that no text of the training has become the mean of the others: [vocab, hidden], as it was given.
+
+    Decay leaves next to nothing of them, and what a network makes of next to nothing hangs on the last bits of a float:
+    no two ways to compute it agree.
+    """
+    length = embeddings.float().norm(dim=1)
+    unseen = length < NEVER_SEEN * length.median()
+    mean = embeddings[~unseen].float().mean(0).to(embeddings.dtype)
+    return torch.where(unseen[:, None], mean, embeddings)
 
 
 def load(network: Network, checkpoint: Path) -> None:
