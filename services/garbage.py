@@ -25,7 +25,6 @@ def not_looked_for() -> Iterator[None]:
 
 def keep_what_is_there() -> None:
     """To be called once, when everything is loaded."""
-    gc.unfreeze()  # also what imports made and nobody has any more is looked for once
     gc.collect()
     gc.freeze()
     gc.collect()  # so that it counts from nothing
