@@ -52,9 +52,10 @@ def library() -> Path:
 
 def program(main: Path, name: str, extra: Sequence[str] = (), folders: Sequence[str] = (".",)) -> Path:
     """An executable of `main` and the sources under `folders` of kernels/, with extra flags everywhere (a sanitizer's,
-    say). Raises BuildError."""
+    say). Files that are there for Python alone (abi.cpp, *_abi.cpp) are left out. Raises BuildError."""
     path, version = compiler()
-    return _built(name, "", [*_sources(folders), main], path, version, (), extra)
+    sources = [source for source in _sources(folders) if source.stem.split("_")[-1] != "abi"]
+    return _built(name, "", [*sources, main], path, version, (), extra)
 
 
 def _built(

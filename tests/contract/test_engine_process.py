@@ -169,11 +169,13 @@ def test_a_stop_signal_does_not_wait_for_the_model_to_load(demo_store: Store, tm
 
 SABOTAGE = """
 import sys
+from services import garbage
+with garbage.not_looked_for():
+    from services.engine.program import main
 from services.engine.pages import PagePool
 def broken(self, held):
     raise AssertionError("a page is nobody's")
 PagePool.check = broken
-from services.engine.program import main
 sys.exit(main())
 """
 

@@ -195,8 +195,10 @@ LIMITED = """
 import os, resource, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-import torch
-from expert_store import *
+from services import garbage
+with garbage.not_looked_for():
+    import torch
+    from expert_store import *
 from kernels.experts.host.binding import Host, HostError
 from kernels.workers.pool import Workers
 blocks, workers = write_blocks(Path(sys.argv[2]), 1, 8), Workers(1)

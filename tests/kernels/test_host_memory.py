@@ -193,7 +193,9 @@ LOCKED = """
 import os, resource, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from expert_store import *
+from services import garbage
+with garbage.not_looked_for():
+    from expert_store import *
 from kernels.experts.host.binding import Host
 from kernels.workers.pool import Workers
 blocks, workers = write_blocks(Path(sys.argv[2]), 1, 8), Workers(1)

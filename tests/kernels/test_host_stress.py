@@ -11,7 +11,7 @@ from kernels import build
 
 SECONDS = 4
 SANITIZER = ("-fsanitize=thread", "-g1", "-O1")  # lines of what races are enough, and a quarter less to compile
-FOLDERS = ("workers", "experts/cpu", "experts/host", "experts/device")
+FOLDERS = ("workers", "experts/cpu", "experts/host")
 RACE = """
 #include <thread>
 int shared;
