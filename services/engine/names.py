@@ -17,6 +17,7 @@ OTHER_PARTS: dict[str, Part] = {
     "sound_": "sound",
     "mtp.": "mtp",
 }
+_OTHERS = tuple(OTHER_PARTS)
 
 
 def canonical(name: str) -> tuple[Part, str]:
@@ -26,7 +27,6 @@ def canonical(name: str) -> tuple[Part, str]:
         if name.startswith(prefix):
             name = name.removeprefix(prefix)
             break
-    for prefix, part in OTHER_PARTS.items():
-        if name.startswith(prefix):
-            return part, name
+    if name.startswith(_OTHERS):  # a checkpoint has 165,000 names, nearly all of them the language model's
+        return next((part, name) for prefix, part in OTHER_PARTS.items() if name.startswith(prefix))
     return "language", name

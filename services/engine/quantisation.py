@@ -33,13 +33,16 @@ class Description:
     excluded: tuple[str, ...]
     layers: Mapping[str, str]
 
-    def expected(self, linears: Iterable[str]) -> dict[str, str]:
-        """The algorithm (or FLOAT) of each linear. Raises CheckpointError on names that are no linear of the model."""
+    def expected(self, linears: Iterable[str], modules: Mapping[str, list[str]] | None = None) -> dict[str, str]:
+        """The algorithm (or FLOAT) of each linear. Raises CheckpointError on names that are no linear of the model.
+
+        `modules`: the linears below each, where `_ancestors` has been asked for them already.
+        """
         names = list(linears)
         said = dict.fromkeys(names, FLOAT)
         if self.algorithm not in (None, MIXED):
             said = dict.fromkeys(names, self._known(self.algorithm, "quant_algo"))
-        modules = _ancestors(names)
+        modules = _ancestors(names) if modules is None else modules
         # Shorter names first, so that what is said of one expert wins over what is said of all.
         for pattern, algorithm in sorted(self.layers.items(), key=lambda item: item[0].count(".")):
             covered = _covered(pattern, modules)
@@ -85,8 +88,9 @@ def descriptions(folder: Path, config: Mapping[str, Any]) -> list[Description]:
 
 def check(described: Iterable[Description], formats: Mapping[str, str]) -> None:
     """Raise CheckpointError for the first linear whose tensors are not what a description says of it."""
+    modules = _ancestors(formats)
     for description in described:
-        for name, expected in description.expected(formats).items():
+        for name, expected in description.expected(formats, modules).items():
             found = formats[name] if formats[name] in ALGORITHMS else FLOAT
             if found != expected:
                 raise CheckpointError(

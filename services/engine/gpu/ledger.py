@@ -7,6 +7,7 @@ are bytes, budgets MiB as drivers report them. Embeddings stay on the host: a to
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -233,7 +234,13 @@ def read_layout(path: Path) -> dict[str, tuple[str, Shape]]:
 
 def dense_bytes(config: ModelConfig, dense: Layout) -> int:
     """On the card: linears and gates as they are in the file, other tensors as float32, no embeddings, no scalars."""
-    there = {name: entry for name, entry in dense.items() if name != "embeddings.weight"}
+    return _dense_bytes(config, tuple(dense.items()))
+
+
+@lru_cache(maxsize=4)
+def _dense_bytes(config: ModelConfig, dense: tuple[tuple[str, tuple[str, Shape]], ...]) -> int:
+    """A plan asks a thousand times, always of the same file."""
+    there = {name: entry for name, entry in dense if name != "embeddings.weight"}
     return _card_bytes(there, dense_tensors(config).plain)
 
 
