@@ -28,6 +28,7 @@ CLIENTS = 4
 STEPS = "30 150"
 LOOK_EVERY_S = 0.1
 MOST_AWAY_S = 120.0
+SETTLED_S = 2.0  # after the last question: an engine that failed in its last step is yet to be seen away
 TOLD = ("503 ", "in mid-stream: ")  # how a client is told; whatever else it meets is a failure
 SETTINGS = {**WORKERS, "ENGINE_EXPERT_SLOTS": "150"}
 Expected = dict[Question, list[tuple[str, float]]]
@@ -71,8 +72,7 @@ def drill(store: Path, folder: Path, seconds: float, device: str = "cpu") -> Rep
     with Fleet(store, folder, engines=1, more=more, engine=program, **SETTINGS, ENGINE_DEVICE=device) as fleet:
         expected = expected_answers(fleet.url)
         fails.write_text(STEPS)
-        report = watched(fleet, seconds, expected)
-        fails.unlink()
+        report = watched(fleet, seconds, expected, fails)
         fleet.wait_until_ready()
         afterwards = expected_answers(fleet.url)
         report.wrong_afterwards = sum(afterwards[question] != expected[question] for question in expected)
@@ -80,13 +80,16 @@ def drill(store: Path, folder: Path, seconds: float, device: str = "cpu") -> Rep
     return report
 
 
-def watched(fleet: Fleet, seconds: float, expected: Expected) -> Report:
-    """Clients ask for so long; how long the service was not ready, each time."""
-    report, away_since = Report(Seen(), 0), None
+def watched(fleet: Fleet, seconds: float, expected: Expected, fails: Path) -> Report:
+    """Clients ask for so long, then `fails` is taken away; how long the service was not ready, each time."""
+    report, away_since, over_since, now = Report(Seen(), 0), None, None, time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(1) as pool, httpx.Client(base_url=fleet.url, timeout=30) as http:
         asking = pool.submit(crowd, fleet.url, CLIENTS, seconds, expected)
-        while not asking.done() or away_since is not None:
+        while over_since is None or away_since is not None or now - over_since < SETTLED_S:
             now = time.monotonic()
+            if over_since is None and asking.done():
+                fails.unlink()
+                over_since = now
             ready = http.get("/ready").status_code == 200
             if not ready and away_since is None:
                 away_since = now

@@ -13,7 +13,13 @@ from services.engine.experts.store import Store
 
 @pytest.mark.timeout(300)
 def test_an_engine_whose_gpu_fails_comes_back_by_itself(demo_store: Store, tmp_path: Path) -> None:
-    report = drill(demo_store.folder, tmp_path, seconds=6.0)
+    for seconds in (6.0, 40.0):  # a busy machine may not come to the step that fails in the first
+        folder = tmp_path / str(seconds)
+        folder.mkdir()
+        report = drill(demo_store.folder, folder, seconds)
+        if report.restarts:
+            break
+        assert (report.seen.wrong, report.seen.failures, report.away_s) == (0, {}, []), str(report)
     assert report.sound, str(report)
     assert report.told, "nobody noticed"
 
