@@ -4,8 +4,8 @@ Without a GPU the Triton kernels run in Triton's interpreter. That is chosen whe
 anything else of ours is imported, whichever test comes first.
 """
 
-import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 import quick_interpreter
 from schedule import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
 
+from services import garbage
 from services.engine.experts.store import Store
 from services.tools.repack import repack
 
@@ -35,15 +36,11 @@ quick_interpreter.install()
 DEMO = Path(__file__).parent.parent / "demo"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection() -> None:
-    """Modules come along and stay: Python's collector of cycles need not go through them again and again."""
-    gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules come along and stay, as when a service begins."""
+    with garbage.not_looked_for():
+        return (yield)
 
 
 @pytest.fixture(scope="session")
