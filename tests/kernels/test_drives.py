@@ -174,14 +174,8 @@ def emulated(**model: float) -> tuple[EmulatedDrive, Catalog]:
 
 def takes(measure: Callable[[], float], expected_s: float) -> bool:
     """Never less, for no sleep ends early; hardly more in some try, for on a busy machine some end late."""
-    found: list[float] = []
-
-    def again() -> float:
-        found.append(measure())
-        return found[-1]
-
-    in_some_try(again, lambda one: one <= 1.9 * expected_s + 0.01)
-    return 0.98 * expected_s <= min(found) <= 1.9 * expected_s + 0.01
+    most_s = 1.9 * expected_s + 0.01
+    return 0.98 * expected_s <= in_some_try(measure, lambda found_s: found_s <= most_s) <= most_s
 
 
 @pytest.mark.parametrize("depth", [1, 4])
