@@ -5,6 +5,7 @@ anything else of ours is imported, whichever test comes first.
 """
 
 import os
+import random
 from collections.abc import Generator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 # Before numpy comes along. Its threads spin while they wait: a third of the time of all kernels that multiply matrices.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
+import numpy as np
 import torch
 
 if not torch.cuda.is_available():
@@ -41,6 +43,14 @@ def pytest_collection() -> Generator[None, object, object]:
     """Modules come along and stay, as when a service begins."""
     with garbage.not_looked_for():
         return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What is drawn from a process's own generators is the same, whichever tests came before."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Times that a busy machine does not spoil: work beside a test makes a try late, never early."""
 
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,3 +15,11 @@ def in_some_try(measure: Callable[[], Found], good: Callable[[Found], bool]) -> 
         if good(found):
             return found
     return measure()
+
+
+def in_time(condition: Callable[[], bool], within_s: float = 20) -> bool:
+    """Whether it came true; looks a hundred times a second."""
+    until = time.monotonic() + within_s
+    while not (true := condition()) and time.monotonic() < until:
+        time.sleep(0.01)
+    return true

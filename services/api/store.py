@@ -3,8 +3,9 @@ dead, slow, full or full of rubbish costs a chat nothing but its snapshots. Know
 
 The own part of a payload is one hash with a field for each chunk, as the engine cut it, and a field `size` that is
 written last: a hash with a hole (evicted while it was written, or by half a crash) has too few fields and counts as
-absent. Evicting a hash frees it as a whole. A KV block is a string, named by its content: the states of a dialog share
-them. A state counts as there only with all of its blocks; using it counts as using them.
+absent; a writer that finds one in what it wrote removes it. Evicting a hash frees it as a whole. A KV block is a
+string, named by its content: the states of a dialog share them. A state counts as there only with all of its blocks;
+using it counts as using them.
 
 After a failure the store is left alone: calls return at once with nothing, a task knocks every second until it gets an
 answer in time. So a request pays for at most one timeout each time the store goes away.
@@ -201,7 +202,9 @@ class Store:
                 window += [("HSET", name, "size", str(size_bytes)), ("EXPIRE", name, self._ttl_s)]
             await self._tell(window)
             if own_part:
-                await self._ask(self._used(name))
+                count, *_ = await self._ask([("HLEN", name), *self._used(name)]) or (None,)
+                if isinstance(count, int) and count != head.chunks + 1:
+                    raise StoreRefused("it evicted a part of this payload while the rest was written")
         except BaseException:
             if own_part:
                 await asyncio.shield(self._ask([("UNLINK", name)]))

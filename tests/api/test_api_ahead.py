@@ -1,6 +1,5 @@
 """Reading ahead: the next turn costs only its own new text, a dialog that goes on is not read twice, old states go."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import redis
 from running_api import RunningApi
 from scripted_engine import ScriptedEngine
+from timing import in_time
 
 from services.api.embedded import EmbeddedStore
 from services.api.model_folder import ModelFolder
@@ -66,20 +66,13 @@ def test_the_end_is_stored_once_and_not_the_answer_too(api: RunningApi, store: E
 def test_a_dialog_that_goes_on_is_not_read_ahead_any_more(api: RunningApi, engine: ScriptedEngine) -> None:
     engine.does_idle_work = False
     reply = api.chat(SYSTEM, user("Hello"))
-    until(lambda: len(engine.idle_calls) == 1)
+    assert in_time(lambda: len(engine.idle_calls) == 1)
     api.chat(SYSTEM, user("Something else"))
     assert not engine.idle_calls[0].cancelled.is_set(), "another dialog is no reason"
     api.chat(SYSTEM, user("Hello"), answered(reply), user("And now?"))
     assert engine.idle_calls[0].cancelled.wait(5)
     assert api.metric("reads_ahead_total", result="overtaken") == 1
     engine.does_idle_work = True
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_an_engine_that_never_gets_to_it_costs_nothing(
@@ -91,7 +84,7 @@ def test_an_engine_that_never_gets_to_it_costs_nothing(
     for number in range(3):
         reply = api.chat(*dialog)
         dialog += [answered(reply), user("And now?")]
-        until(lambda number=number: len(engine.idle_calls) == number + 1)
+        assert in_time(lambda number=number: len(engine.idle_calls) == number + 1)
     assert engine.calls[-1].source == "HOT", "the end of the answer is hot all the same"
 
 

@@ -13,19 +13,11 @@ import openai
 import pytest
 from running_api import RunningApi
 from scripted_engine import Failure, ScriptedEngine
+from timing import in_time
 
 from services.api.errors import ClientGone
 
 BODY = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
-
-
-def wait_for(condition: Callable[[], bool], within_s: float = 5) -> bool:
-    until = time.monotonic() + within_s
-    while time.monotonic() < until:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def test_headers_and_role_come_before_the_prompt_is_read(api: RunningApi, engine: ScriptedEngine) -> None:
@@ -101,8 +93,8 @@ def test_a_client_that_goes_away_frees_the_sequence(
         went = time.monotonic()
     assert engine.calls[0].cancelled.wait(5), "the engine goes on"
     assert time.monotonic() - went < 4
-    assert wait_for(lambda: api.metric("client_disconnects_total") == 1)
-    assert wait_for(lambda: api.metric("answers_in_progress") == 0)
+    assert in_time(lambda: api.metric("client_disconnects_total") == 1)
+    assert in_time(lambda: api.metric("answers_in_progress") == 0)
 
 
 def test_a_client_that_goes_away_while_the_request_waits(api: RunningApi, engine: ScriptedEngine) -> None:
@@ -154,7 +146,7 @@ def test_the_log_has_the_request_and_not_its_text(
         lines[:] = [record for record in caplog.records if record.name == "services.api.access"]
         return bool(lines)
 
-    assert wait_for(logged)
+    assert in_time(logged)
     assert lines[-1].fields["request_id"] == "wish-1"  # type: ignore[attr-defined]
     assert lines[-1].fields["status"] == 200  # type: ignore[attr-defined]
     assert "secret wish" not in caplog.text
