@@ -24,6 +24,7 @@ if not torch.cuda.is_available():
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 
+import dot_by_rows
 import quick_interpreter
 from schedule import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
 
@@ -34,6 +35,7 @@ from services.tools.repack import repack
 # As in the engine. torch's threads spin while they wait for one another: on a busy machine tests take ten times longer.
 torch.set_num_threads(1)
 quick_interpreter.install()
+dot_by_rows.install()
 
 DEMO = Path(__file__).parent.parent / "demo"
 

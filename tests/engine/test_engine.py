@@ -307,7 +307,10 @@ def test_a_broken_ledger_stops_the_engine_loudly(caplog: pytest.LogCaptureFixtur
 def test_three_at_once_are_each_what_they_are_alone() -> None:
     prompts = [PROMPT, (9, 8, 7), (20, 21) * 9]
     with toy(replace(INFO, max_sequences=3)) as t:
+        gate = Gate()
+        t.model.before = gate  # until all are there
         calls = [t.ask(Request("r", prompt, 20)) for prompt in prompts]
+        gate.open()
         for call, prompt in zip(calls, prompts, strict=True):
             call.finish()
             assert call.tokens == answer(list(prompt), 20)
