@@ -42,11 +42,13 @@ class Fleet:
         ports = dict(zip(self.names, _free_ports(len(self.names)), strict=True))
         self.url = f"http://127.0.0.1:{ports[API]}"
         self.redis_url = f"redis://127.0.0.1:{ports[REDIS]}" if redis_mb else redis_url
+        watched = dict(zip(self.engines, _free_ports(engines), strict=True))
+        self.metrics = {name: f"http://127.0.0.1:{port}/metrics" for name, port in watched.items()}
         environ = {key: value for key, value in os.environ.items() if not key.startswith("THIMBLE_")}
         environ |= {f"THIMBLE_{key}": value for key, value in settings.items()} | dict(more)
         self._environ = dict.fromkeys(self.names, environ)
         for name in self.engines:
-            own = {"STORE": str(store), "PORT": str(ports[name]), "METRICS_PORT": "0"}
+            own = {"STORE": str(store), "PORT": str(ports[name]), "METRICS_PORT": str(watched[name])}
             self._environ[name] = environ | {f"THIMBLE_ENGINE_{key}": value for key, value in own.items()}
         addresses = ",".join(f"127.0.0.1:{ports[name]}" for name in self.engines)
         own = {"MODEL_DIR": str(store), "ENGINES": addresses, "REDIS_URL": self.redis_url, "PORT": str(ports[API])}

@@ -1,7 +1,8 @@
 """The soak: the same seeded dialogs, side by side, round after round. Every round says what the first one said, and the
 processes take no more at the end than in the middle. `python tests/drills/soak.py --minutes 120` is the long one.
 
-`--share 0.15` rests between rounds, so that all of it takes no more than that part of one core.
+`--share 0.15` rests between rounds, so that all of it takes no more than that part of one core. On a machine with a GPU
+`--device cuda` watches that one's memory too.
 """
 
 import argparse
@@ -31,9 +32,12 @@ QUESTIONS = (
     "Repeat the second of my questions.",
 )
 SETTINGS = {"ENGINE_EXPERT_SLOTS": "150", "ENGINE_HOT_STATES_GB": "0.02"}  # small enough to be turned over
+SETTINGS |= {"ENGINE_LOCK_MEMORY": "true"}
 MOST_PERCENT_A_MINUTE = 0.1
 MOST_NEW_THREADS = 2  # a pool starts one when all of it are busy at once, be it after an hour
 SAY_EVERY_S = 600.0
+MOST_NEW_LOCKED_BYTES = 0
+MOST_NEW_VRAM_BYTES = 2 << 20  # what drivers allocate by
 LEAST_MINUTES = 60.0  # for that bar to mean something: in less, one page of malloc is a slope
 
 
@@ -51,6 +55,8 @@ class Report:
         for name, one in self.growths.items():
             if one.handles > 0 or one.threads > MOST_NEW_THREADS:
                 found.append(f"{name}: handles {one.handles:+d}, threads {one.threads:+d}")
+            if one.locked_bytes > MOST_NEW_LOCKED_BYTES or one.vram_bytes > MOST_NEW_VRAM_BYTES:
+                found.append(f"{name}: bytes locked {one.locked_bytes:+d}, of the GPU {one.vram_bytes:+d}")
             if self.minutes >= LEAST_MINUTES and one.rss_percent_a_minute > MOST_PERCENT_A_MINUTE:
                 found.append(f"{name}: memory {one.rss_percent_a_minute:+.2f} %/min")
         return found
@@ -76,11 +82,11 @@ def dialog(fleet: Fleet, seed: int) -> list[str]:
     return answers
 
 
-def drill(store: Path, folder: Path, minutes: float, share: float = 0.0) -> Report:
+def drill(store: Path, folder: Path, minutes: float, share: float = 0.0, device: str = "cpu") -> Report:
     """`share`: of one core, for all of it; 0: as much as there is."""
     report = Report()
     with (
-        Fleet(store, folder, engines=1, redis_mb=16, **WORKERS, **SETTINGS) as fleet,
+        Fleet(store, folder, engines=1, redis_mb=16, **WORKERS, **SETTINGS, ENGINE_DEVICE=device) as fleet,
         concurrent.futures.ThreadPoolExecutor(SIDE_BY_SIDE) as pool,
     ):
 
@@ -92,7 +98,7 @@ def drill(store: Path, folder: Path, minutes: float, share: float = 0.0) -> Repo
         pids = {name: fleet.pid(name) for name in fleet.names}
         began = said = time.monotonic()
         until = began + 60 * minutes
-        with Vitals(pids) as vitals:
+        with Vitals(pids, metrics=fleet.metrics) as vitals:
             while time.monotonic() < until:
                 before_s, since = spent_s(pids), time.monotonic()
                 compare(report, first, one_round())
@@ -126,16 +132,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--share", type=float, default=0.0, help="of one core that it may take (default: all of two)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         store = repack(DEMO, Path(name) / "demo", say=lambda text: None).folder
-        report = drill(store, Path(name), args.minutes, args.share)
+        report = drill(store, Path(name), args.minutes, args.share, args.device)
     print(report, *report.faults(), sep="\n")
     if args.out:
-        figures.append(args.out, "soak.wrong", len(report.wrong), "answers", f"demo model; {report}")
+        note = f"demo model on {args.device}; {report}"
+        figures.append(args.out, "soak.wrong", len(report.wrong), "answers", note)
         for who, one in report.growths.items():
-            figures.append(args.out, f"soak.{who}_growth", one.rss_percent_a_minute, "%/min", f"demo model; {report}")
+            figures.append(args.out, f"soak.{who}_growth", one.rss_percent_a_minute, "%/min", note)
     return 1 if report.faults() else 0
 
 
