@@ -1,12 +1,16 @@
 """Users take turns: who is let in when the queue is full, whose waiting request is next, and when to ask again.
 
+Who was turned away is told when the turn will be theirs, and until then stands in line: a place that gets free is kept
+for who was turned away first, not given to who happens to ask just then. Only the queue's places are kept: with
+nobody waiting, whoever asks is let in.
+
 Owns no queue and no thread: the engine's boundary holds a lock around `Admission`, the engine's thread owns `Turns`.
 """
 
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from services.engine.errors import QueueFullError
 from services.engine.request import Finish, Request
@@ -16,17 +20,41 @@ MOST_IDLE = 16  # requests under way or waiting
 MOST_USERS = 1000  # whose last turn is remembered
 NEWEST = 0.3  # weight of the newest answer in the mean of their times
 LONGEST_WAIT_S = 600
+LATE_S = 2.0  # that users may come back after they were told to, and still be in line
+
+
+class Line:
+    """Users who were turned away, first the one who has been for longest, and until when each is waited for."""
+
+    def __init__(self) -> None:
+        self._until: OrderedDict[str, float] = OrderedDict()
+
+    def ahead(self, user: str | None, now: float) -> int:
+        """How many are ahead of this user; None: of somebody behind them all. Who did not come back is forgotten."""
+        for other in [other for other, until in self._until.items() if until < now]:
+            del self._until[other]
+        return next((place for place, other in enumerate(self._until) if other == user), len(self._until))
+
+    def wait(self, user: str, until: float) -> None:
+        """Where they stand already, if they do, else behind the others."""
+        if user in self._until or len(self._until) < MOST_USERS:
+            self._until[user] = until
+
+    def leave(self, user: str) -> None:
+        self._until.pop(user, None)
 
 
 class Admission:
     """The requests that are taken in and not over: `places` and `queue_limit` of them, and as many as `queue_limit`
     more from users who have none, so that nobody can shut the others out. Idle ones are counted apart."""
 
-    def __init__(self, places: int, queue_limit: int) -> None:
+    def __init__(self, places: int, queue_limit: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._places = places
         self._queue_limit = queue_limit
+        self._clock = clock
         self._open: dict[Sequence, None] = {}  # in the order they came in
         self._idle: set[Sequence] = set()
+        self._line = Line()
         self._answer_s: float | None = None  # mean time of an answer in its place
 
     def __len__(self) -> int:
@@ -34,16 +62,21 @@ class Admission:
 
     def check(self, request: Request) -> None:
         """Raise QueueFullError if this request cannot be taken in now."""
-        count, limit = len(self._open), self._places + self._queue_limit
         if request.idle:
-            count, limit = len(self._idle), MOST_IDLE
-        elif all(sequence.request.user != request.user for sequence in self._open):
-            limit += self._queue_limit
-        if count >= limit:
-            raise QueueFullError(
-                f"{count} requests are under way or waiting, the most this engine takes: ask again later",
-                self._next_end_s(),
-            )
+            if len(self._idle) >= MOST_IDLE:
+                raise self._refused(len(self._idle), 1)
+            return
+        count, user, now = len(self._open), request.user, self._clock()
+        has_some = any(sequence.request.user == user for sequence in self._open)
+        ahead = self._line.ahead(None if has_some else user, now)
+        free = self._places + self._queue_limit * (1 if has_some else 2) - count
+        if free > ahead or count < self._places:
+            self._line.leave(user)
+            return
+        error = self._refused(count, ahead - free + 1)
+        if not has_some:
+            self._line.wait(user, now + (error.retry_after_s or 0) + LATE_S)
+        raise error
 
     def add(self, sequence: Sequence) -> None:
         if sequence.request.idle:
@@ -58,12 +91,15 @@ class Admission:
             took_s = finish.prefill_s + finish.decode_s
             self._answer_s = took_s if self._answer_s is None else self._answer_s + NEWEST * (took_s - self._answer_s)
 
-    def _next_end_s(self) -> int:
-        """When an answer will probably end: their mean time, shared by the places. Before the first one has ended it
-        is as long again as the oldest is under way."""
-        oldest_s = time.perf_counter() - next(iter(self._open)).submitted_at if self._open else 0.0
-        expected_s = oldest_s if self._answer_s is None else self._answer_s / self._places
-        return min(max(1, math.ceil(expected_s)), LONGEST_WAIT_S)
+    def _refused(self, count: int, ends: int) -> QueueFullError:
+        """To be asked again when so many answers will probably have ended: one does in their mean time, shared by the
+        places. Before the first one has, it is as long again as the oldest is under way."""
+        oldest_s = self._clock() - next(iter(self._open)).submitted_at if self._open else 0.0
+        each_s = oldest_s if self._answer_s is None else self._answer_s / self._places
+        wait_s = min(max(1, math.ceil(ends * each_s)), LONGEST_WAIT_S)
+        return QueueFullError(
+            f"{count} requests are under way or waiting, the most this engine takes: ask again in {wait_s} s", wait_s
+        )
 
 
 class Turns:

@@ -97,31 +97,6 @@ def test_who_has_nothing_under_way_is_let_in_when_the_queue_is_full() -> None:
         t.ask(GREEDY).finish()
 
 
-def test_when_to_ask_again() -> None:
-    """As long as answers take, shared by the places; before the first one, as long again as the oldest has taken."""
-    with toy(replace(INFO, max_sequences=1, queue_limit=0)) as t:
-        crowd = Crowd(t)
-        crowd.ask(GREEDY)
-        admission = t.engine._open
-        next(iter(admission._open)).submitted_at -= 41.5
-
-        def retry_after_s() -> int | None:
-            with pytest.raises(QueueFullError) as caught:
-                t.engine.submit(GREEDY, print)
-            return caught.value.retry_after_s
-
-        assert retry_after_s() in (42, 43)
-        for answer_s, places, expected_s in ((8.2, 1, 9), (8.2, 4, 3), (0.01, 1, 1), (1e9, 1, 600)):
-            admission._answer_s, admission._places = answer_s, places
-            admission._queue_limit = 1 - places  # as full as before
-            assert retry_after_s() == expected_s
-        admission._answer_s, admission._places, admission._queue_limit = None, 1, 0
-        crowd.order()
-        assert admission._answer_s is not None
-        [finish] = [event for _, event in crowd.told if isinstance(event, Finish)]
-        assert admission._answer_s == pytest.approx(finish.prefill_s + finish.decode_s)
-
-
 def test_low_priority_is_behind_every_user() -> None:
     with toy(ONE) as t:
         crowd = Crowd(t)
