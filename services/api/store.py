@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError, RedisError
+from redis.exceptions import ConnectionError
 
 from services.api.bulk import Bulk, bulk, can_read
 from services.api.keys import USED, block_name, payload_name, record_name
@@ -35,7 +35,6 @@ READ_TIMEOUT = 8  # times the timeout of a look-up: chunks are big, and other cl
 WRITE_TIMEOUT_S = 15.0  # nobody waits for it
 KNOCK_S = 1.0
 Command = tuple[str | bytes | int, ...]
-TROUBLES = (RedisError, OSError, asyncio.TimeoutError)
 
 
 @dataclass(frozen=True)
@@ -289,7 +288,7 @@ class Store:
                     for command in commands:
                         pipe.execute_command(*command)
                     return list(await pipe.execute(raise_on_error=False))
-        except TROUBLES as error:
+        except Exception as error:  # whatever the client's library raises for a connection that is lost under it
             self._leave_alone(error)
             return []
 
@@ -311,9 +310,11 @@ class Store:
             await asyncio.sleep(KNOCK_S)
             try:
                 for client in (self._lookups, self._transfers):
-                    await client.connection_pool.disconnect()  # what was under way there has no meaning any more
+                    # Those in use are their users' to close, whose time runs out: the library takes a connection that
+                    # is closed under it for an error of its own.
+                    await client.connection_pool.disconnect(inuse_connections=False)
                     await client.ping()
-            except TROUBLES:
+            except Exception:
                 continue
             log.info("the snapshot store is back")
             self._knocking = None

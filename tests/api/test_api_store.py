@@ -1,10 +1,9 @@
 """The store's troubles: dead, slow, full, evicting, full of rubbish. A chat goes on, rightly and in time."""
 
-import asyncio
 import dataclasses
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from services.api.embedded import EmbeddedStore
 from services.api.keys import USED, boundary_keys, space_of
 from services.api.model_folder import ModelFolder
 from services.api.records import Head, Record, RecordMemory, head_from_field, record_from_fields, to_fields
-from services.api.store import WINDOW_CHUNKS, Store, StoreRefused
 
 SYSTEM = {"role": "system", "content": "You are a very patient assistant who explains things slowly, in many words."}
 DIALOG = [SYSTEM, {"role": "user", "content": "Please tell me what you can do for me today."}]
@@ -175,36 +173,6 @@ def test_eviction_takes_whole_payloads(
     assert chat(api, *next_turn(reply))[1] > 0
     for name in client.keys("thimble:3:state:*"):
         assert client.hlen(name) in (0, 4), "whole, or gone meanwhile"
-
-
-async def write_while_evicting(store: Store, client: Any, evict_before: int) -> None:
-    """Of a payload in four windows the server takes away what is there when that chunk comes."""
-
-    async def chunks() -> AsyncIterator[bytes]:
-        for number in range(4 * WINDOW_CHUNKS):
-            if number == evict_before:
-                client.flushall()
-            yield b"chunk"
-
-    head = Head(b"s" * 32, 9, 9, 5 * 4 * WINDOW_CHUNKS, 4 * WINDOW_CHUNKS)
-    try:
-        await store.write(Record(head, array("I", range(9))), True, (), chunks())
-    finally:
-        await store.close()
-
-
-@pytest.mark.parametrize("evict_before", [WINDOW_CHUNKS, 2 * WINDOW_CHUNKS + 1, 4 * WINDOW_CHUNKS - 1, 0])
-def test_a_payload_that_is_evicted_while_it_is_written_leaves_nothing(
-    store: EmbeddedStore, client: Any, evict_before: int
-) -> None:
-    written = write_while_evicting(Store(store.url, 5.0, 1000), client, evict_before)
-    if evict_before:
-        with pytest.raises(StoreRefused, match="evicted a part"):
-            asyncio.run(written)
-        assert not client.keys("*:state:*")
-    else:
-        asyncio.run(written)
-        assert client.hlen(*client.keys("*:state:*")) == 4 * WINDOW_CHUNKS + 1
 
 
 def test_two_dialogs_that_take_turns_keep_being_found(
