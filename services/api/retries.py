@@ -37,13 +37,13 @@ class Retries:
     """Those that nobody waits for now, by what their requests were."""
 
     def __init__(self) -> None:
-        self._waiting: dict[bytes, Work] = {}
+        self._waiting: dict[bytes, tuple[Work, asyncio.TimerHandle]] = {}
 
     async def join(self, request: Request) -> Work | None:
         """What a retry goes on with, if it is one and its first try is still there."""
         if request.headers.get(RETRY, "0") == "0":
             return None
-        return self._waiting.pop(await _key(request), None)
+        return self._take(await _key(request))
 
     async def leave(self, request: Request, work: Work) -> None:
         """The client of this work is gone: keep it for a retry, or end it."""
@@ -51,21 +51,23 @@ class Retries:
             work.close()
             return
         key = await _key(request)
-        former = self._waiting.pop(key, None)
-        if former is not None:
-            former.close()
-        self._waiting[key] = work
-        asyncio.get_running_loop().call_later(GRACE_S, self._drop, key, work)
+        self._drop(key)
+        self._waiting[key] = work, asyncio.get_running_loop().call_later(GRACE_S, self._drop, key)
 
-    def _drop(self, key: bytes, work: Work) -> None:
-        if self._waiting.get(key) is work:
-            del self._waiting[key]
+    def _take(self, key: bytes) -> Work | None:
+        work, timer = self._waiting.pop(key, (None, None))
+        if timer is not None:
+            timer.cancel()  # or it would end the work that waits here for another retry by then
+        return work
+
+    def _drop(self, key: bytes) -> None:
+        work = self._take(key)
+        if work is not None:
             work.close()
 
     def close(self) -> None:
-        for work in self._waiting.values():
-            work.close()
-        self._waiting.clear()
+        for key in list(self._waiting):
+            self._drop(key)
 
 
 def _heard(value: asyncio.Future[dict[str, Any]]) -> None:

@@ -79,3 +79,15 @@ def test_a_retry_that_leaves_too(api: RunningApi, engine: ScriptedEngine) -> Non
     answer = api.client.post("/v1/chat/completions", json=BODY, headers=AGAIN)
     assert answer.status_code == 200
     assert len(engine.calls) == 1
+
+
+def test_a_retry_that_leaves_too_is_waited_for_as_long(
+    api: RunningApi, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only until the first one's time is over."""
+    monkeypatch.setattr("services.api.retries.GRACE_S", 3.0)
+    engine.prompt_s = 30
+    leave_after(api, 0.5, FIRST)
+    leave_after(api, 2.5, {"x-stainless-read-timeout": "2.5", "x-stainless-retry-count": "1"})
+    assert not engine.calls[0].cancelled.wait(1.5)
+    assert engine.calls[0].cancelled.wait(10)
