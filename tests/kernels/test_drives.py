@@ -1,7 +1,6 @@
 """Drives: copies on other disks, the emulated drive's timing, and how many reads in flight a drive wants."""
 
 import re
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from expert_store import BlocksOnDisk, batch, same, write_blocks
-from timing import in_some_try
+from timing import in_some_try, in_time
 
 from kernels.block import BlockLayout
 from kernels.experts.host.binding import BlockError, Catalog, Copy, Host, HostError, open_drives, read_rate
@@ -212,9 +211,14 @@ def test_lateness_is_counted() -> None:
     drive, catalog = emulated(gb_s=10_000.0, latency_us=0)
     seconds(drive, catalog, 1)
     assert drive.counts().late_s > 0, "no memory is that fast"
-    drive, catalog = emulated(gb_s=0.02, latency_us=0)
-    seconds(drive, catalog, 1)
-    assert drive.counts().late_s == 0
+
+    def late_s() -> float:
+        """Of copies that take a hundredth of what the drive would: none, unless this machine had other work."""
+        drive, catalog = emulated(gb_s=0.02, latency_us=0)
+        seconds(drive, catalog, 1)
+        return drive.counts().late_s
+
+    assert in_some_try(late_s, lambda late: late == 0) == 0
 
 
 def test_few_blocks_stand_for_a_large_model() -> None:
@@ -242,30 +246,27 @@ def test_a_drive_that_ends_too_early(blocks: BlocksOnDisk) -> None:
     host.close()
 
 
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_demand_goes_before_prefetch(blocks: BlocksOnDisk) -> None:
     """Many guesses are queued on a slow drive; what a step needs waits for the reads under way at most."""
     memory = np.fromfile(blocks.path, np.uint8)
-    drive = EmulatedDrive(memory, gb_s=1.0, latency_us=50_000, depth=2)
-    host = Host(blocks.catalog(), Workers(1), slots=24, readers=3, drives=[drive])
-    host.prefetch(1, list(range(12)))
-    wait_until(lambda: host.counters()["prefetch_issued"] >= 2)
-    before = host.counters()["prefetch_issued"]
     ids, x = torch.tensor([[1, 2]], dtype=torch.int32), torch.ones(1, LAYOUT.latent)
-    out: list[torch.Tensor] = []
-    step = threading.Thread(target=lambda: out.append(host.step(0, ids, torch.ones(1, 2), x)))
-    step.start()
-    step.join()
-    assert host.counters()["prefetch_issued"] <= before + 4, "guesses were read while a step waited"
-    assert same(out[0], blocks.expected(0, ids, torch.ones(1, 2), x))
-    wait_until(lambda: host.counters()["prefetch_issued"] == 12)
-    host.close()
+    expected = blocks.expected(0, ids, torch.ones(1, 2), x)
+
+    def guesses_meanwhile() -> int:
+        """On a busy machine some before the step begins, and after it has ended, too."""
+        drive = EmulatedDrive(memory, gb_s=1.0, latency_us=50_000, depth=2)
+        host = Host(blocks.catalog(), Workers(1), slots=24, readers=3, drives=[drive])
+        host.prefetch(1, list(range(12)))
+        assert in_time(lambda: host.counters()["prefetch_issued"] >= 2)
+        before = host.counters()["prefetch_issued"]
+        out = host.step(0, ids, torch.ones(1, 2), x)
+        found = host.counters()["prefetch_issued"] - before
+        assert same(out, expected)
+        assert in_time(lambda: host.counters()["prefetch_issued"] == 12)
+        host.close()
+        return found
+
+    assert in_some_try(guesses_meanwhile, lambda found: found <= 4) <= 4, "guesses were read while a step waited"
 
 
 def test_reads_in_flight_are_as_few_as_are_enough() -> None:
@@ -280,7 +281,7 @@ def test_the_depth_of_an_emulated_drive_is_found() -> None:
     drive, catalog = emulated(gb_s=0.04, lane_gb_s=0.011, latency_us=100)
     depth, rates = in_some_try(
         lambda: choose_depth(lambda depth: read_rate(catalog, [drive], depth, limit_ns=100_000_000)),
-        lambda found: found[0] >= 4,
+        lambda found: found[0] >= 4 and found[1][1] < found[1][2] < found[1][4],
     )
     assert depth >= 4
     assert rates[1] < rates[2] < rates[4]

@@ -15,6 +15,7 @@ import torch
 import xxhash
 from expert_blocks import constant_expert, random_expert
 from expert_store import BlocksOnDisk, batch, same, write_blocks
+from timing import in_some_try
 
 from kernels.block import BlockLayout
 from kernels.experts.host.binding import Catalog, Host, xxh64
@@ -268,10 +269,15 @@ def test_a_hint_waits_for_a_slot(blocks: BlocksOnDisk, opened: Opener) -> None:
 def test_an_idle_host_uses_no_processor(blocks: BlocksOnDisk, opened: Opener) -> None:
     host = opened(threads=8)
     host.step(0, *batch(blocks, 1, TOP_K, seed=10))
+
+    def used_s() -> float:
+        """Others' threads are in it, and on a busy machine some that have not yet fallen asleep."""
+        begin = time.process_time()
+        time.sleep(0.5)
+        return time.process_time() - begin
+
     time.sleep(0.05)
-    begin = time.process_time()
-    time.sleep(0.5)
-    assert time.process_time() - begin < 0.005
+    assert in_some_try(used_s, lambda used: used < 0.005) < 0.005
 
 
 def test_ids_outside_the_model_are_refused(blocks: BlocksOnDisk, opened: Opener) -> None:

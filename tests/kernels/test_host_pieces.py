@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from expert_store import LAYOUT, batch, same, write_blocks
-from timing import in_some_try
+from timing import in_some_try, in_time
 
 from kernels.block import PAGE, BlockLayout
 from kernels.experts.host.binding import PIECE_BYTES, Catalog, Host, read_rate
@@ -72,35 +72,45 @@ def test_the_rate_is_of_whole_blocks() -> None:
 
 def test_what_was_begun_ahead_waits_for_what_is_demanded() -> None:
     """One reader, a hint of some blocks, each of many pieces: a step's block waits for a piece, not for a block."""
-    drive, catalog, blocks = drive_and_blocks(gb_s=0.004, lane_gb_s=0.004)
-    host = Host(catalog, Workers(1), slots=8, readers=1, prefetch="on", piece_bytes=PAGE, drives=[drive])
-    host.prefetch(0, [0, 1])
-    while drive.counts().reads < 2:
-        time.sleep(0.001)
-    begun_ahead = drive.counts().reads
-    step(host, blocks, 5)
-    assert drive.counts().reads < begun_ahead + 1.5 * LARGE.block_bytes // PAGE, "neither of the hinted blocks is whole"
-    counters = host.counters()
-    assert (counters["demand_read_bytes"], counters["prefetch_read_bytes"]) == (LARGE.block_bytes, 0)
-    host.close()
+
+    def read_meanwhile() -> int:
+        """Bytes, until the step had what it needs; on a busy machine the hinted blocks' own before it began, too."""
+        drive, catalog, blocks = drive_and_blocks(gb_s=0.004, lane_gb_s=0.004)
+        host = Host(catalog, Workers(1), slots=8, readers=1, prefetch="on", piece_bytes=PAGE, drives=[drive])
+        host.prefetch(0, [0, 1])
+        assert in_time(lambda: drive.counts().reads >= 2)
+        before = drive.counts().read_bytes
+        step(host, blocks, 5)
+        found, counters = drive.counts().read_bytes - before, host.counters()
+        assert counters["demand_read_bytes"] == LARGE.block_bytes
+        host.close()
+        return found + counters["prefetch_read_bytes"]  # these are counted when a block is whole
+
+    most = 1.5 * LARGE.block_bytes  # neither of the hinted blocks is whole
+    assert in_some_try(read_meanwhile, lambda found: found < most) < most
 
 
 def test_a_hinted_block_that_is_demanded_is_hurried() -> None:
     """It lies behind another one that was hinted before it."""
-    drive, catalog, blocks = drive_and_blocks(gb_s=0.02, lane_gb_s=0.02)
-    host = Host(
-        catalog, Workers(1), slots=8, readers=2, prefetch="on", piece_bytes=LARGE.block_bytes // 8, drives=[drive]
-    )
-    for _ in range(2):
-        host.prefetch(0, [0, 1, 2, 3])
-        while host.counters()["prefetch_issued"] < 1:
-            time.sleep(0.0005)
-        step(host, blocks, 0)
-    host.check()
-    counters = host.counters()
-    assert counters["prefetch_useful"] >= 1
-    assert counters["misses"] == 1
-    host.close()
+
+    def asked_for() -> dict[str, int]:
+        drive, catalog, blocks = drive_and_blocks(gb_s=0.02, lane_gb_s=0.02)
+        host = Host(
+            catalog, Workers(1), slots=8, readers=2, prefetch="on", piece_bytes=LARGE.block_bytes // 8, drives=[drive]
+        )
+        for _ in range(2):
+            host.prefetch(0, [0, 1, 2, 3])
+            assert in_time(lambda: host.counters()["prefetch_issued"] >= 1)
+            step(host, blocks, 0)
+        host.check()
+        counters = host.counters()
+        host.close()
+        assert counters["prefetch_useful"] >= 1
+        assert counters["hits"] + counters["misses"] == 2
+        return counters
+
+    # On a busy machine it may be whole before it is demanded.
+    assert in_some_try(asked_for, lambda counters: counters["misses"] == 1)["misses"] == 1
 
 
 def test_pieces_are_what_blocks_are_read_in() -> None:

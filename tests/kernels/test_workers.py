@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from timing import in_some_try
 
 from kernels.linear import cpu, reference
 from kernels.workers import pool
@@ -47,9 +48,14 @@ def test_a_sleeping_pool_wakes_and_an_idle_one_sleeps() -> None:
     for _ in range(5):
         assert (cpu.linear(x, weight, workers) == 64).all()
         time.sleep(0.02)  # all are asleep by now
-    begin = time.process_time()
-    time.sleep(0.3)
-    assert time.process_time() - begin < 0.003
+
+    def used_s() -> float:
+        """Others' threads are in it, and on a busy machine some that have not yet fallen asleep."""
+        begin = time.process_time()
+        time.sleep(0.3)
+        return time.process_time() - begin
+
+    assert in_some_try(used_s, lambda used: used < 0.003) < 0.003
     workers.close()
 
 
