@@ -3,6 +3,7 @@
 import csv
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -66,10 +67,14 @@ def test_this_machines_disk(tmp_path: Path) -> None:
 
 
 def test_a_pause_is_as_long_as_asked() -> None:
-    for seconds in (0.0, 50e-6, 2e-3):
+    def paused(seconds: float) -> float:
         begun = time.perf_counter()
         bench_misses.pause(seconds)
-        assert seconds <= time.perf_counter() - begun < seconds + 0.5
+        return time.perf_counter() - begun
+
+    for seconds in (0.0, 50e-6, 2e-3):
+        found = in_some_try(partial(paused, seconds), lambda found, most=seconds + 0.5: found < most)
+        assert seconds <= found < seconds + 0.5
 
 
 def test_the_plan_is_of_what_comes_after_the_beginning() -> None:

@@ -22,9 +22,9 @@ def test_every_kind_is_among_the_seeds() -> None:
 def test_a_crash_and_a_hang_are_found(tmp_path: Path) -> None:
     """Decoders with a bug: one dies of certain bytes, one never ends."""
     body = Path(decode.__file__).read_text()
-    for name, bug, found in (
-        ("dies", "import os; os.abort()", "exit status -6"),
-        ("hangs", "while True: pass", "hang"),
+    for name, bug, found, most_s in (
+        ("dies", "import os; os.abort()", "exit status -6", 20.0),
+        ("hangs", "while True: pass", "hang", 2.0),
     ):
         program = tmp_path / f"{name}.py"
         program.write_text(
@@ -32,6 +32,6 @@ def test_a_crash_and_a_hang_are_found(tmp_path: Path) -> None:
                 "def sniff(data: bytes) -> str:\n", f"def sniff(data):\n    if data[0] == 77:\n        {bug}\n"
             )
         )
-        trouble, _, _ = fuzz_decoder.run([seeds()[0], b"MMMM"], program, 2.0)
+        trouble, _, _ = fuzz_decoder.run([seeds()[0], b"MMMM"], program, most_s)
         assert found in trouble
         assert fuzz_decoder.run([seeds()[0]], program, 20.0)[0] == ""
