@@ -30,8 +30,12 @@ class Hub:
         self.token: str | None = None  # what a gated model takes
         self.ranges = True  # whether Range is honoured
         self.requests: list[tuple[str, str | None]] = []  # path and Range
-        self.sent_bytes = 0
+        self.sent_bytes, self._lock = 0, threading.Lock()  # each connection has its thread
         self.url = ""
+
+    def count(self, sent_bytes: int) -> None:
+        with self._lock:
+            self.sent_bytes += sent_bytes
 
     def listing(self) -> dict[str, Any]:
         siblings = []
@@ -103,8 +107,9 @@ def serving(hub: Hub) -> Iterator[Hub]:
                 hub.breaks[name] -= 1
                 data = data[: hub.break_after]
                 self.close_connection = True
+            if name:
+                hub.count(len(data))  # first: who has received all may look at once
             self.wfile.write(data)
-            hub.sent_bytes += len(data) if name else 0
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
