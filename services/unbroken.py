@@ -18,6 +18,12 @@ async def unbroken(operation: Operation[T]) -> T:
     return await asyncio.shield(_begin(operation))
 
 
+def is_ending() -> bool:
+    """Whether it is our own task that was cancelled, and not what it waits for: a call that somebody else gave up."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 class Reads:
     """Of one call; `read` is its own. One at a time waits for them."""
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from services.api.answer import Answer, Done, PromptProgress
 from services.api.errors import ApiError
 from services.api.parsers.answer import Delta
+from services.unbroken import is_ending
 
 Opener = Callable[[int], Awaitable[Answer]]  # opens the answer of that number
 
@@ -37,7 +38,7 @@ class Choices:
                 async for event in events:
                     yield index, event
             except (ApiError, asyncio.CancelledError):
-                if not self._cancelled or _is_ending():
+                if not self._cancelled or is_ending():
                     raise
                 yield index, self.answers[index].cancelled()
                 return
@@ -57,9 +58,3 @@ class Choices:
         """Give up what is not complete; also if the events were never begun."""
         self._closed = True
         self.answers[-1].close()
-
-
-def _is_ending() -> bool:
-    """Whether it is our own task that was cancelled, and not the call."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

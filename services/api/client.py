@@ -5,16 +5,17 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.api.errors import CODE_KEY, RETRY_AFTER_KEY, ApiError, EngineFailed, EngineLost, from_engine
+from services.api.ending import Ending, api_error
+from services.api.errors import ApiError, EngineFailed, EngineLost
 from services.rpc import engine_pb2 as pb
 from services.rpc.engine_pb2_grpc import EngineStub
-from services.unbroken import Reads, unbroken
+from services.unbroken import Reads, is_ending, unbroken
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +39,7 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        raise _api_error(error.code(), error.details(), error.trailing_metadata()) from error
-
-
-def _api_error(status: grpc.StatusCode, details: str | None, trailing: Any) -> ApiError:
-    told = {key: value for key, value in trailing or () if isinstance(value, str)}
-    return from_engine(status, details or "", told.get(CODE_KEY), told.get(RETRY_AFTER_KEY))
+        raise api_error(error.code(), error.details(), error.trailing_metadata()) from error
 
 
 class Engine:
@@ -91,8 +87,12 @@ class Engine:
 
     async def vision(self, messages: AsyncIterator[pb.VisionIn], timeout_s: float) -> pb.VisionOut:
         """One Vision call: an ask, and the bytes of pictures. Raises ApiError."""
-        with _translated():
-            out: pb.VisionOut = await self._stub.Vision(messages, timeout=timeout_s)
+        call = self._stub.Vision(messages, timeout=timeout_s)
+        ending = Ending(call)
+        try:
+            out: pb.VisionOut = await call
+        except grpc.aio.AioRpcError as error:
+            raise await ending.error(call) from error
         return out
 
     def generate(self, timeout_s: float) -> "Generation":
@@ -111,15 +111,20 @@ class Generation:
         self._engine = engine
         self._ahead: pb.GenerateOut | None = None  # read, and not yet told
         self._reads = Reads(call.read)
+        self._turn = asyncio.Lock()  # to write: gRPC ends a call that is asked for two writes at once
+        self._ending = Ending(call)
+        self._given_up = False
 
     async def start(self, start: pb.Start) -> None:
         """Send the request and wait until the engine has taken it in or refused it."""
         await self._write(pb.GenerateIn(start=start))
         admitted = asyncio.ensure_future(self._call.initial_metadata())
-        await asyncio.wait({admitted}, timeout=FORM_S if start.HasField("grammar") else ADMISSION_S)
-        admitted.cancel()
+        try:
+            await asyncio.wait({admitted}, timeout=FORM_S if start.HasField("grammar") else ADMISSION_S)
+        finally:
+            admitted.cancel()
         if self._call.done() and await self._call.code() is not grpc.StatusCode.OK:
-            await self._raise()
+            raise await self._error()
 
     async def messages(self) -> AsyncIterator[pb.GenerateOut]:
         """Until the engine ends the call. Raises its error."""
@@ -128,18 +133,12 @@ class Generation:
                 message, self._ahead = self._ahead, None
                 yield message
                 continue
-            try:
-                with _translated():
-                    message = await self._reads.next()
-            except EngineLost:
-                self._engine.note_failure()
-                raise
-            except asyncio.InvalidStateError as error:
-                raise EngineFailed("the call to the engine was given up") from error
+            async with self._translated():
+                message = await self._reads.next()
             if message is grpc.aio.EOF:  # type: ignore[attr-defined]
                 # A call that failed between two reads looks like an end.
                 if await self._call.code() is not grpc.StatusCode.OK:
-                    await self._raise()
+                    raise await self._error()
                 return
             yield message
 
@@ -182,22 +181,43 @@ class Generation:
     async def _say(self, message: pb.GenerateIn) -> bool:
         if self._call.done():
             return False
-        await self._write(message)
+        try:
+            await self._write(message)
+        except ApiError:
+            if not self._call.done():
+                raise
+            return False  # it ended meanwhile: who reads is told why
         return True
 
     def cancel(self) -> None:
+        self._given_up = True
         self._call.cancel()
 
     async def _write(self, message: pb.GenerateIn) -> None:
-        try:
-            with _translated():
-                await unbroken(self._call.write(message))
-        except asyncio.InvalidStateError:
-            await self._raise()  # the call has ended already: its status says why
+        async with self._translated():
+            await unbroken(self._write_in_turn(message))
 
-    async def _raise(self) -> None:
-        call = self._call
-        error = _api_error(await call.code(), await call.details(), await call.trailing_metadata())
+    async def _write_in_turn(self, message: pb.GenerateIn) -> None:
+        async with self._turn:
+            await self._call.write(message)
+
+    @asynccontextmanager
+    async def _translated(self) -> AsyncIterator[None]:
+        """Whatever comes of a call that has ended, as the ApiError that says why. A task that waits for a call which
+        another gives up sees a cancellation that is not its own."""
+        try:
+            yield
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise await self._error() from error
+        except asyncio.CancelledError as error:
+            if is_ending():
+                raise
+            raise await self._error() from error
+
+    async def _error(self) -> ApiError:
+        if self._given_up:
+            return EngineFailed("the call to the engine was given up")
+        error = await self._ending.error(self._call)
         if isinstance(error, EngineLost):
             self._engine.note_failure()
-        raise error
+        return error
