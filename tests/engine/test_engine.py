@@ -230,13 +230,17 @@ def dropping(drop: Callable[..., None], error: Exception) -> Callable[..., None]
 def test_a_failed_decode_step_costs_all_in_it() -> None:
     """Their states are half-way between two tokens and cannot go on."""
 
+    gate = Gate()
+
     def fail(segments: list[Segment]) -> None:
+        gate(segments)
         if len(segments) == 2:
             raise OSError("disk gone")
 
     with toy() as t:
         t.model.before = fail
         calls = [t.ask(replace(GOOD, max_tokens=40)) for _ in range(2)]
+        gate.open()  # both are there: they come to share a step
         for call in calls:
             assert "disk gone" in str(call.fail().error)
         assert t.ask(GOOD).finish()
@@ -268,6 +272,7 @@ def test_close_lets_what_runs_finish_and_refuses_the_rest() -> None:
         gate.hold(1)
         closing = threading.Thread(target=t.engine.close, args=(20.0,))
         closing.start()
+        assert soon(lambda: t.engine._stop_at is not None)
         gate.open()
         assert running.finish()
         assert isinstance(waiting.fail().error, StoppingError)
@@ -286,6 +291,7 @@ def test_close_ends_what_takes_too_long() -> None:
         gate.hold(3)
         closing = threading.Thread(target=t.engine.close, args=(0.0,))
         closing.start()
+        assert soon(lambda: t.engine._stop_at is not None)
         gate.open()
         assert isinstance(call.fail().error, StoppingError)
         closing.join(timeout=20)
@@ -341,9 +347,13 @@ def test_a_request_that_is_over_is_let_go_without_python_s_collector() -> None:
     with toy() as t:
         gc.disable()
         try:
+            gate = Gate()
+            t.model.before = gate
             done, left = t.ask(GOOD), t.ask(replace(GOOD, max_tokens=500))
-            done.finish()
+            gate.hold(12)  # both answer
             left.handle.cancel()
+            gate.open()
+            done.finish()
             left.fail()
             seen = [weakref.ref(call.handle._sequence) for call in (done, left)]
             assert all(one() is not None for one in seen)

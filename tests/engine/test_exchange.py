@@ -87,6 +87,12 @@ def storing(folder: Path, answers: list[bytes], **more: Any) -> Iterator[FakeSto
         store.close()
 
 
+def hang_up(store: FakeStore) -> None:
+    """In the middle of a payload."""
+    if soon(lambda: store.asked == [0, 1]):
+        store.mine.shutdown(socket.SHUT_RDWR)
+
+
 def pieces(snapshot: Snapshot) -> list[bytes]:
     return [*snapshot.chunks, *snapshot.blocks]
 
@@ -199,7 +205,7 @@ def test_what_is_wrong_is_refused(tmp_path: Path, snapshot: Snapshot, wrong: str
     with storing(tmp_path, answers) as store:
         if wrong == "closed":
             store.answers = [framed(own)[:100], b""]
-            threading.Timer(0.3, store.mine.shutdown, [socket.SHUT_RDWR]).start()
+            threading.Thread(target=hang_up, args=(store,), daemon=True).start()
         restores, restored = lend(tmp_path, snapshot, lent)
     assert ([r.source for r in restores], restored) == ([pb.Restore.REFUSED], 0)
     assert reason in restores[0].reason

@@ -1,5 +1,6 @@
 """Snapshots inside the engine: taken where asked, restored to the bit, refused when wrong, never beyond the budget."""
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -26,6 +27,9 @@ def snapshots(t: Toy, *ids: int, **more: object) -> tuple[Snapshot, ...]:
     call = ask(t, *ids, **more)
     found = call.finish().snapshots
     call.handle.cancel()
+    let_go = threading.Event()
+    call.handle.then(let_go.set)
+    assert let_go.wait(20)
     return found
 
 
@@ -225,7 +229,7 @@ def test_without_a_budget_snapshots_still_reach_the_client_and_nothing_stays() -
         call = ask(t, *[1] * 20, snapshot_at=(13,), snapshot_answer=False)
         (snapshot,) = call.finish().snapshots
         assert sum(map(len, snapshot.chunks)) == SIZE
-        assert t.value("hot_state_bytes") == SIZE
+        assert soon(lambda: t.value("hot_state_bytes") == SIZE)
         call.handle.cancel()
         assert soon(lambda: len(t.hot) == 0), "nobody is owed anything: there is no budget for it"
         assert snapshots(t, *[1] * 20, snapshot_at=(13,), heads_only=True) == (), "and none to keep one"
@@ -244,7 +248,7 @@ def test_states_of_one_dialog_share_their_blocks() -> None:
         assert first.state.blocks == second.state.blocks[:2]
         assert all(mine is theirs for mine, theirs in zip(first.blocks, second.blocks, strict=False)), "held once"
         own = first.state.size_bytes + second.state.size_bytes
-        assert t.value("hot_state_bytes") == own + 3 * BLOCK
+        assert soon(lambda: t.value("hot_state_bytes") == own + 3 * BLOCK)
         t.hot.check()
 
 

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from toy_engine import INFO, Gate, answer, soon, toy
+from toy_engine import INFO, Gate, answer, toy
 
-from services.engine.request import Request, Token
+from services.engine.request import Request
 
 A, B = (1, 2, 3, 4, 5) * 5, (9, 8, 7)
 LONG = Request("dialog", A, 6)
@@ -63,10 +63,14 @@ def test_as_ordinary_requests_they_would_take_turns() -> None:
 
 def test_a_cancelled_dialog_lets_it_go_on() -> None:
     with toy(replace(INFO, max_sequences=2)) as t:
+        gate = Gate()
+        t.model.before = gate
         dialog = t.ask(replace(LONG, max_tokens=900))
-        dialog.until(Token)
+        gate.hold(6)  # it answers
         task = t.ask(TASK)
-        assert soon(lambda: len(t.scheduler.waiting) == 1)
+        gate.hold(8)
+        assert len(t.scheduler.waiting) == 1
         dialog.handle.cancel()
+        gate.open()
         task.finish()
         assert task.tokens == answer(list(A), 4)

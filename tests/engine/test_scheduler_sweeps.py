@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 from scripted_network import LAYERS, Asked, Bench, LayeredModel
-from toy_engine import answer, soon, toy
+from toy_engine import Gate, answer, soon, toy
 
 from services.engine import sequence
 from services.engine.errors import CancelledError, StepError, StoppingError
@@ -325,16 +325,19 @@ def test_the_engine_answers_and_stops_while_a_long_reading_is_under_way() -> Non
     """Each of the three readings alone would take minutes."""
     with toy(slice_s=0.01) as t:
         model = LayeredModel(t.experts)
+        model.before = gate = Gate()
         t.scheduler.model = model
         chat = t.ask(Request("chat", (9, 8, 7), 1000))
         chat.until(Token)
         model.layers, model.at_layer = 100_000, lambda layer: time.sleep(0.002)
         long = t.ask(Request("long", A, 3))
+        gate.hold(6)
         for _ in range(5):
             chat.until(Token)
         long.handle.cancel()
-        assert isinstance(long.fail().error, CancelledError)
         chat.handle.cancel()
+        gate.open()
+        assert isinstance(long.fail().error, CancelledError)
         chat.fail()
         alone, mate = t.ask(Request("alone", A, 3)), t.ask(Request("mate", A, 3))
         assert soon(lambda: model.log[-1] == "layer")

@@ -135,7 +135,7 @@ def test_stop_ends_an_answer(t: Toy, channel: grpc.Channel) -> None:
     gate.hold(6)
     stream.send(stop=pb.Stop())
     stream.half_close()
-    time.sleep(0.05)
+    assert soon(lambda: bool(t.engine._inbox)), "the thread is told, once it comes back from the gate"
     gate.open()
     messages = stream.rest()
     finish = next(message.finish for message in messages if message.WhichOneof("message") == "finish")
@@ -197,10 +197,13 @@ def test_errors_are_statuses_with_a_code(
     code: str,
     text: str,
 ) -> None:
+    gate = Gate()
+    t.model.before = gate  # an answer is still under way when its client's second message comes
     stream = Stream(channel)
     for message in messages:
         stream.half_close() if message is None else stream.send(**message)
     error = stream.error()
+    gate.open()
     assert (error.code(), code_of(error)) == (status, code)  # type: ignore[attr-defined]
     assert text in error.details()  # type: ignore[attr-defined]
     assert soon(lambda: t.pool.free == t.pool.total)
@@ -296,11 +299,11 @@ def test_a_client_that_cancels_frees_its_sequence(t: Toy, channel: grpc.Channel,
     gate.hold(call_number)
     assert t.pool.free < t.pool.total
     stream.call.cancel()
-    time.sleep(0.1)
+    assert soon(lambda: bool(t.engine._inbox)), "the thread is told, once it comes back from the gate"
     gate.open()
     assert soon(lambda: t.value("request_failures_total", code="cancelled") == 1)
     assert soon(lambda: t.pool.free == t.pool.total)
-    assert len(t.model.calls) < 100
+    assert len(t.model.calls) == call_number
 
 
 def test_a_deadline_that_passes_frees_the_sequence(t: Toy, channel: grpc.Channel) -> None:
@@ -334,18 +337,23 @@ def test_a_client_process_that_dies_frees_its_sequence(t: Toy, running: Running)
         assert client.stdout.readline() == "under way\n"
         assert t.pool.free < t.pool.total
         client.kill()
-    assert soon(lambda: t.pool.free == t.pool.total)
-    assert t.value("request_failures_total", code="cancelled") == 1
+    assert soon(lambda: t.value("request_failures_total", code="cancelled") == 1)
+    assert t.pool.free == t.pool.total
 
 
 def test_a_client_that_takes_nothing_costs_only_itself(t: Toy, running: Running) -> None:
     """It reads no message; the others are served, and at its end everything is free."""
+    gate = Gate()
+    t.model.before = gate
     with channel_to(running) as slow, channel_to(running) as quick:
         lazy = Stream(slow)
         lazy.send(start=start(*PROMPT, max_tokens=900, snapshot_answer=True))
-        assert soon(lambda: t.value("num_requests_running") == 1)
+        gate.hold(6)
+        assert t.value("num_requests_running") == 1
         stream = Stream(quick)
         stream.send(start=start(*PROMPT))
+        stream.call.initial_metadata()
+        gate.open()  # both are there
         assert tokens(stream.rest()) == answer(list(PROMPT), 6)
     assert soon(lambda: t.pool.free == t.pool.total)
 
@@ -361,7 +369,7 @@ def test_a_client_that_does_not_take_its_snapshot_loses_the_call_not_the_engine(
         stream = Stream(channel)
         stream.send(start=start(*PROMPT, snapshot_answer=True))
         stream.until("finish")
-        time.sleep(1.0)
+        assert soon(lambda: not any(state.pins for state in t.hot._states.values())), "it waits for ever"
         error = stream.error()
         assert (error.code(), code_of(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "bad_stream")  # type: ignore[attr-defined]
         assert "took no snapshot" in error.details()  # type: ignore[attr-defined]

@@ -2,8 +2,10 @@
 
 import asyncio
 import queue
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import grpc
@@ -73,8 +75,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
             return await method(self, requests, Counted(context))
 
         monkeypatch.setattr(server.EngineService, name, method_counted)
-    monkeypatch.setattr(engine_call, "START_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(vision_call, "RECEIVE_S", 0.2)
     monkeypatch.setattr(Engine, "sight", None)  # none is asked: no picture comes
 
 
@@ -132,6 +132,12 @@ def takes_no_snapshot(channel: grpc.Channel) -> None:
     stream.half_close()
 
 
+# How long the engine waits for what the client never does; for all else it has time enough.
+HASTE: dict[Callable[[grpc.Channel], None], tuple[ModuleType, str]] = {
+    says_nothing: (engine_call, "START_TIMEOUT_S"),
+    sends_no_picture: (vision_call, "RECEIVE_S"),
+}
+HASTE_S = 0.2
 BROKEN_OFF: dict[Callable[[grpc.Channel], None], int] = {  # of a call, if it were; of others chance has it
     ends_first: 1,
     says_nothing: 1,
@@ -144,10 +150,14 @@ CALLS = 3
 def end_calls(way: Callable[[grpc.Channel], None]) -> None:
     """A few calls that end in this way, and until nothing of them is under way any more."""
     with (
+        pytest.MonkeyPatch.context() as patch,
         toy(config=LARGE, hot_bytes=4 * SNAPSHOT_BYTES) as t,
-        serving(t.engine, snapshot_timeout_s=0.2) as running,
+        serving(t.engine, snapshot_timeout_s=HASTE_S if way is takes_no_snapshot else 20.0) as running,
         channel_to(running) as channel,
     ):
+        if way in HASTE:
+            patch.setattr(*HASTE[way], HASTE_S)
+        t.model.before = lambda segments: time.sleep(0.01)  # a long answer lasts
         for _ in range(CALLS):
             way(channel)
         assert soon(lambda: Counted.ended == Counted.begun), "an operation that nobody waits for ends with its call"
