@@ -70,7 +70,7 @@ class Ahead:
             await self._generate(engine, plan, key)
         except TemplateRefused:
             pass  # the probe is not a message that this template takes
-        except ApiError as error:
+        except (ApiError, OSError) as error:
             self._metrics.ahead["failed",].inc()
             log.info("a history was not read ahead: %s", error)
 

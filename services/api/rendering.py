@@ -149,10 +149,16 @@ class _Process:
         if self._process is not None and self._process.poll() is not None:
             self._end()
         if self._socket is None:
-            self._socket, its = socket.socketpair()
-            self._socket.settimeout(self._wall_s)
-            zone = {"TZ": os.environ["TZ"]} if "TZ" in os.environ else {}
-            with its:
+            self._begin()
+        assert self._socket is not None
+        return self._socket
+
+    def _begin(self) -> None:
+        """Raises OSError where there is no room for a process; the next one tries again."""
+        ours, its = socket.socketpair()
+        zone = {"TZ": os.environ["TZ"]} if "TZ" in os.environ else {}
+        with its:
+            try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-I", str(PROGRAM), *self._limits],
                     stdin=its.fileno(),
@@ -161,7 +167,11 @@ class _Process:
                     env=zone,
                     start_new_session=True,  # a Ctrl-C is for us
                 )
-        return self._socket
+            except BaseException:
+                ours.close()
+                raise
+        ours.settimeout(self._wall_s)
+        self._socket = ours
 
     def _end(self) -> int:
         """Its exit status, as subprocess tells it; 0 if it had to be killed."""

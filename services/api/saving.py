@@ -76,7 +76,15 @@ class Saving:
         """
 
         async def save() -> None:
-            end = await self._template.turns.run(self._answer, plan, dialog) if dialog else None
+            end = None
+            try:
+                if dialog is not None:
+                    end = await self._template.turns.run(self._answer, plan, dialog)
+            except (ApiError, OSError) as error:  # it takes too long, or no process can be begun
+                log.warning("the end of an answer was not rendered: %s", error)
+            except BaseException:
+                generation.cancel()
+                raise
             await self._save(plan, generation, end, tuple(taken), ahead)
 
         self._begin(save())

@@ -1,0 +1,62 @@
+"""Troubles that come where nobody looks for them: a machine without room for a process, an answer that the template
+does not take."""
+
+import errno
+import subprocess
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+from running_api import RunningApi
+from scripted_engine import ScriptedEngine
+
+from services.api import rendering
+from services.api.embedded import EmbeddedStore
+from services.api.errors import TemplateRefused
+from services.api.rendering import Rendering
+from services.api.templates import ChatTemplate
+
+FULL = OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.mark.parametrize("place", [(subprocess, "Popen"), (rendering.socket, "socketpair")])
+def test_a_template_is_rendered_again_as_soon_as_there_is_room(
+    place: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    templates = Rendering()
+
+    def is_full(*args: Any, **options: Any) -> NoReturn:
+        raise FULL
+
+    with monkeypatch.context() as full:
+        full.setattr(*place, is_full)
+        for _ in range(2):
+            with pytest.raises(OSError, match="open files"):
+                templates.render("{{ x }}", {"x": 1})
+    assert templates.render("{{ x }}", {"x": 1}) == "1", "its first caller pays for nothing"
+    templates.close()
+
+
+@pytest.mark.parametrize("trouble", [TemplateRefused("it takes too long"), FULL])
+def test_an_answer_that_is_not_rendered_again_costs_no_more_than_its_own_state(
+    start_api: Callable[..., RunningApi],
+    engine: ScriptedEngine,
+    store: EmbeddedStore,
+    monkeypatch: pytest.MonkeyPatch,
+    trouble: Exception,
+) -> None:
+    def refuses(*args: Any) -> NoReturn:
+        raise trouble
+
+    monkeypatch.setattr(ChatTemplate, "answered", refuses)
+    monkeypatch.setattr(ChatTemplate, "upcoming", refuses)
+    api = start_api(redis_url=store.url)
+    api.chat({"role": "system", "content": "Be brief. " * 100}, "Hi " * 300)
+    api.saved()
+    assert engine.calls[0].ended.wait(10), "all that the engine has to send was taken off the stream"
+    assert api.metric("snapshot_writes_total", result="stored") == 2, "of the first turn and of the question"
+    engine.hot.clear()
+    api.chat({"role": "system", "content": "Be brief. " * 100}, "Hi " * 300)
+    assert engine.calls[1].source == "SENT"
+    failed = isinstance(trouble, OSError)  # a refusal of the probe says nothing of the dialog
+    assert (api.metric("reads_ahead_total", result="failed") > 0) == failed
