@@ -94,17 +94,16 @@ def serve(driver: Driver, free_bytes: int, commands: TextIO, answers: TextIO) ->
     def sample() -> None:
         driver.enter()
         while not done.wait(SAMPLE_S):
-            now = driver.free_bytes()
-            with lock:
-                lowest[0] = min(lowest[0], now)
+            with lock:  # from the look on: a look of before an answer must not count for the next one
+                lowest[0] = min(lowest[0], driver.free_bytes())
 
     thread = threading.Thread(target=sample, daemon=True)
     thread.start()
     print(f"ready {free}", file=answers, flush=True)
     for line in commands:
         if line.strip() == "peak":
-            now = driver.free_bytes()
             with lock:
+                now = driver.free_bytes()
                 peak = free - min(lowest[0], now)
                 lowest[0] = now
             print(f"peak {peak}", file=answers, flush=True)

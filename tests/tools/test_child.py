@@ -5,8 +5,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+
+from timing import in_time
 
 from services.tools.child import Child
 
@@ -23,15 +24,6 @@ time.sleep(60)
 """
 
 
-def until(condition: Callable[[], bool], seconds: float = 10) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 def running(pid: int) -> bool:
     """Not merely in the process table: a zombie that nobody reaps is dead."""
     try:
@@ -45,7 +37,7 @@ def test_output_goes_to_the_log_and_the_last_run_is_kept(tmp_path: Path) -> None
     log = tmp_path / "logs" / "echo.log"
     for word in ("first", "second"):
         child = Child("echo", ["sh", "-c", f"echo {word}; echo {word} wrong >&2; exit 3"], os.environ, log)
-        assert until(lambda child=child: bool(child.ended()))
+        assert in_time(lambda child=child: bool(child.ended()))
         assert child.ended() == "ended with status 3"
         assert child.last_lines(1) == [f"{word} wrong"]
     assert log.with_suffix(".log.previous").read_text() == "first\nfirst wrong\n"
@@ -61,12 +53,12 @@ def test_stop_is_gentle_first(tmp_path: Path) -> None:
 def test_stop_kills_who_will_not_listen_and_all_that_it_started(tmp_path: Path) -> None:
     shell = f'sleep 60 & echo $!; exec {sys.executable} -c "{STUBBORN}"'
     child = Child("deaf", ["sh", "-c", shell], os.environ, tmp_path / "log")
-    assert until(lambda: "deaf" in child.last_lines(1))
+    assert in_time(lambda: "deaf" in child.last_lines(1))
     grandchild = int(child.last_lines(2)[0])
     assert running(grandchild)
     assert not child.stop(grace_s=0.1)
     assert child.ended() == "was killed by SIGKILL"
-    assert until(lambda: not running(grandchild))
+    assert in_time(lambda: not running(grandchild))
 
 
 def test_a_killed_launcher_takes_its_child_along(tmp_path: Path) -> None:
@@ -77,7 +69,7 @@ def test_a_killed_launcher_takes_its_child_along(tmp_path: Path) -> None:
         pid = int(launcher.stdout.readline())
         assert running(pid)
         launcher.send_signal(signal.SIGKILL)
-    assert until(lambda: not running(pid))
+    assert in_time(lambda: not running(pid))
 
 
 def test_without_the_leash_it_would_live_on(tmp_path: Path) -> None:
@@ -88,7 +80,7 @@ def test_without_the_leash_it_would_live_on(tmp_path: Path) -> None:
     ) as launcher:
         assert launcher.stdout is not None
         launcher.stdout.readline()
-        assert until(lambda: (tmp_path / "log").read_text() != "")
+        assert in_time(lambda: (tmp_path / "log").read_text() != "")
         launcher.send_signal(signal.SIGKILL)
     survivor = int((tmp_path / "log").read_text())
     time.sleep(0.3)
