@@ -23,6 +23,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -39,7 +40,7 @@ from services.engine.errors import (
 )
 from services.engine.exchange import Lent
 from services.engine.experts.streamer import Experts
-from services.engine.grammar import Grammars
+from services.engine.grammar import Grammars, Matcher
 from services.engine.request import Event, Failed, Finish, Info, Request, Sink, Token
 from services.engine.scheduler import Scheduler
 from services.engine.sequence import Sequence
@@ -101,7 +102,7 @@ class Engine:
         It returns at once, but for a grammar that was not prepared.
         """
         request.check(self.info)
-        matcher = None if request.grammar is None else self._grammars.matcher(request.grammar, request.stop_ids)
+        matcher = self._matcher(request)
         pictures = self._hold(request)
 
         def counted(event: Event) -> None:
@@ -153,6 +154,15 @@ class Engine:
             self._wake.notify()
         return done
 
+    def _matcher(self, request: Request) -> Matcher | None:
+        if request.grammar is None:
+            return None
+        try:
+            return self._grammars.matcher(request.grammar, request.stop_ids)
+        except EngineError as error:
+            # It is kept with the grammar and raised for everybody who asks: it would keep all their frames.
+            raise error.with_traceback(None) from None
+
     def _hold(self, request: Request) -> Held | None:
         return self.sight.cache.hold(request.pictures) if request.pictures else None
 
@@ -186,16 +196,17 @@ class Engine:
             log.critical("the engine has failed and stops", exc_info=error)
             failure = as_engine_error(error) if isinstance(error, Exception) and of_the_device(error) else error
         if failure is None:
-            self._end_all(StoppingError("the engine has stopped: ask again in a moment, or ask another one"))
+            told: EngineError = StoppingError("the engine has stopped: ask again in a moment, or ask another one")
         elif isinstance(failure, DeviceError):
-            self._end_all(StoppingError("the GPU has failed and the engine starts again: ask again in a moment"))
+            told = StoppingError("the GPU has failed and the engine starts again: ask again in a moment")
         else:
-            self._end_all(StepError("the engine has failed and stops; its log says why"))
-        self._grammars.close()
-        try:
-            self._experts.close()
-        except Exception as error:
-            failure = failure or error
+            told = StepError("the engine has failed and stops; its log says why")
+        for end in (partial(self._end_all, told), self._grammars.close, self._experts.close):
+            try:
+                end()
+            except Exception as error:  # whatever it is, `ended` has to be set: the process waits for nothing else
+                log.exception("the engine could not end in order")
+                failure = failure or error
         if failure is None:
             self.ended.set_result(None)
         else:

@@ -20,7 +20,9 @@ MOST_IDLE = 16  # requests under way or waiting
 MOST_USERS = 1000  # whose last turn is remembered
 NEWEST = 0.3  # weight of the newest answer in the mean of their times
 LONGEST_WAIT_S = 600
-LATE_S = 2.0  # that users may come back after they were told to, and still be in line
+# That users may come back after they were told to, and still be in line. Before the engine is asked a long dialog is
+# cut into tokens, and pictures that gave way to others' are read again: each time, so they would never be in time.
+LATE_S = 10.0
 
 
 class Line:
@@ -36,9 +38,10 @@ class Line:
         return next((place for place, other in enumerate(self._until) if other == user), len(self._until))
 
     def wait(self, user: str, until: float) -> None:
-        """Where they stand already, if they do, else behind the others."""
+        """Where they stand already, if they do, else behind the others. Of several requests of theirs each was told a
+        time of its own: they are waited for until the last."""
         if user in self._until or len(self._until) < MOST_USERS:
-            self._until[user] = until
+            self._until[user] = max(until, self._until.get(user, until))
 
     def leave(self, user: str) -> None:
         self._until.pop(user, None)
@@ -70,7 +73,7 @@ class Admission:
         has_some = any(sequence.request.user == user for sequence in self._open)
         ahead = self._line.ahead(None if has_some else user, now)
         free = self._places + self._queue_limit * (1 if has_some else 2) - count
-        if free > ahead or count < self._places:
+        if free > ahead or (free > 0 and count <= self._places):
             self._line.leave(user)
             return
         error = self._refused(count, ahead - free + 1)
