@@ -22,6 +22,7 @@ from kernels.experts.host.binding import Catalog, Host, xxh64
 from kernels.workers.pool import Workers, available_isas
 
 LAYERS, EXPERTS, TOP_K = 2, 12, 5
+HINT_WAITS_S = 0.1  # for the step that it is a hint for; as in host/cache.cpp
 Opener = Callable[..., Host]
 
 
@@ -180,13 +181,18 @@ def test_the_comparison_can_fail(blocks: BlocksOnDisk, opened: Opener, tmp_path:
 
 def test_late_blocks_change_nothing(blocks: BlocksOnDisk, opened: Opener) -> None:
     """Hits are computed while misses load; what comes late is added in its place."""
-    host = opened(slots=8, readers=1, read_delay_us=5000)
     ids, weights, x = batch(blocks, 1, TOP_K, seed=8)
-    host.step(0, ids[:, :2].contiguous(), weights[:, :2].contiguous(), x)
-    before = host.counters()["disk_wait_ns"]
-    assert same(host.step(0, ids, weights, x), blocks.expected(0, ids, weights, x))
-    assert host.counters()["disk_wait_ns"] - before > 3 * 4_000_000
-    assert host.counters()["hits"] == 2
+
+    def waited_ns() -> int:
+        """Less on a busy machine: what comes while a thread is not on a processor is not waited for."""
+        host = opened(slots=8, readers=1, read_delay_us=5000)
+        host.step(0, ids[:, :2].contiguous(), weights[:, :2].contiguous(), x)
+        before = host.counters()["disk_wait_ns"]
+        assert same(host.step(0, ids, weights, x), blocks.expected(0, ids, weights, x))
+        assert host.counters()["hits"] == 2
+        return host.counters()["disk_wait_ns"] - before
+
+    assert in_some_try(waited_ns, lambda waited: waited > 3 * 4_000_000) > 3 * 4_000_000
 
 
 def test_repeated_runs_and_other_processes_agree(blocks: BlocksOnDisk, opened: Opener) -> None:
@@ -240,18 +246,30 @@ def test_prefetch(blocks: BlocksOnDisk, opened: Opener) -> None:
 def test_a_hint_waits_for_the_step_that_follows_it(blocks: BlocksOnDisk, opened: Opener) -> None:
     """The model hints at the next layer just before this layer's step. What the step needs is read first, and what it
     has in RAM is not evicted for a guess."""
-    host = opened(slots=3, readers=1, read_delay_us=3000)
     weights, x = torch.rand(1, 3), torch.randn(1, blocks.layout.latent)
     ids = torch.tensor([[0, 1, 2]], dtype=torch.int32)
-    host.step(0, ids, weights, x)
-    host.prefetch(1, [5])
-    host.step(0, ids, weights, x)
-    assert host.counters()["misses"] == 3, "a guess evicted what the step needed"
-    wait_until(lambda: host.counters()["prefetch_issued"] == 1)
-    host.prefetch(1, [6, 7])
-    host.step(1, ids, weights, x)  # this is layer 1: what was guessed of it is stale now
-    time.sleep(0.15)
-    assert host.counters()["prefetch_issued"] == 1
+
+    def missed_and_issued() -> tuple[int, int] | None:
+        """None if this machine was so busy that a step came when its hint waited no longer."""
+        host = opened(slots=3, readers=1, read_delay_us=3000)
+        took_s = []
+
+        def hinted_and_stepped(layer: int, *hinted: int) -> None:
+            begun = time.monotonic()
+            host.prefetch(1, hinted)
+            host.step(layer, ids, weights, x)
+            took_s.append(time.monotonic() - begun)
+
+        host.step(0, ids, weights, x)
+        hinted_and_stepped(0, 5)
+        missed = host.counters()["misses"]
+        wait_until(lambda: host.counters()["prefetch_issued"] == 1)
+        hinted_and_stepped(1, 6, 7)  # this is layer 1: what was guessed of it is stale now
+        time.sleep(0.15)
+        return (missed, host.counters()["prefetch_issued"]) if max(took_s) < HINT_WAITS_S else None
+
+    # A guess evicts nothing that the step needs, and one that came too late is not read.
+    assert in_some_try(missed_and_issued, lambda found: found is not None) == (3, 1)
 
 
 def test_a_hint_waits_for_a_slot(blocks: BlocksOnDisk, opened: Opener) -> None:

@@ -13,6 +13,7 @@ import torch
 import xxhash
 from expert_blocks import random_expert
 from expert_store import LAYOUT, BlocksOnDisk, same, write_blocks
+from timing import in_some_try
 
 from kernels import build
 from kernels.block import BlockLayout
@@ -187,15 +188,21 @@ def test_a_late_expert_is_added_in_its_place(blocks: BlocksOnDisk, workers: Work
     ids = torch.randperm(12, generator=generator)[:5].to(torch.int32)[None]
     x, weights = torch.randn(1, LAYOUT.latent, generator=generator), torch.tensor([[1e6, -1e6, 1.0, 3e-4, 7e5]])
     expected = blocks.expected(0, ids, weights, x)
-    host = Host(blocks.catalog(), workers, slots=12, readers=1, read_delay_us=20_000)
     there = [rank for rank in range(5) if rank not in late]
-    host.step(0, ids[:, there], weights[:, there], x)
-    before = host.counters()
-    assert same(host.step(0, ids, weights, x), expected)
-    after = host.counters()
-    assert (after["hits"] - before["hits"], after["misses"] - before["misses"]) == (len(there), len(late))
-    assert after["disk_wait_ns"] - before["disk_wait_ns"] > 10_000_000 * len(late)
-    host.close()
+
+    def waited_ns() -> int:
+        """Less on a busy machine: what comes while a thread is not on a processor is not waited for."""
+        host = Host(blocks.catalog(), workers, slots=12, readers=1, read_delay_us=20_000)
+        host.step(0, ids[:, there], weights[:, there], x)
+        before = host.counters()
+        assert same(host.step(0, ids, weights, x), expected)
+        after = host.counters()
+        assert (after["hits"] - before["hits"], after["misses"] - before["misses"]) == (len(there), len(late))
+        host.close()
+        return after["disk_wait_ns"] - before["disk_wait_ns"]
+
+    least_ns = 10_000_000 * len(late)
+    assert in_some_try(waited_ns, lambda waited: waited > least_ns) > least_ns
     terms = [
         blocks.expected(0, ids[:, [rank]], torch.ones(1, 1), x).double() * weights[0, rank].double()
         for rank in range(5)
