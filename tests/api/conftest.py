@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from running_api import MODEL_DIR, RunningApi
+from running_api import MODEL_DIR, PATIENT_MS, RunningApi
 from scripted_engine import ScriptedEngine
 
 from services.api.config import ApiConfig
@@ -16,6 +16,13 @@ from services.api.model_folder import ModelFolder, load_model_folder
 @pytest.fixture(scope="session")
 def folder() -> ModelFolder:
     return load_model_folder(MODEL_DIR)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is slow only because this machine is busy is waited for."""
+    monkeypatch.setattr("services.api.client.ADMISSION_S", 20.0)
+    monkeypatch.setattr("services.api.client.INFO_TIMEOUT_S", 20.0)
 
 
 @pytest.fixture
@@ -31,7 +38,8 @@ def start_api(engine: ScriptedEngine) -> Iterator[Callable[..., RunningApi]]:
     running: list[RunningApi] = []
 
     def start(**settings: Any) -> RunningApi:
-        config = ApiConfig(model_dir=MODEL_DIR, engines=engine.address, stop_timeout_s=1)
+        # A store that is slow for that reason is no store in trouble, either.
+        config = ApiConfig(model_dir=MODEL_DIR, engines=engine.address, stop_timeout_s=1, redis_timeout_ms=PATIENT_MS)
         running.append(RunningApi(dataclasses.replace(config, **settings)))
         return running[-1]
 

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import socket
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from services.api.model_folder import load_model_folder
 from services.api.program import Server
 
 MODEL_DIR = Path(__file__).parents[2] / "demo"
+PATIENT_MS = 20_000  # for a store, unless a test is about one in trouble
 # Read once for all of them: it is as it was read, whoever uses it.
 model_folder = functools.cache(load_model_folder)
 
@@ -64,6 +66,11 @@ class RunningApi:
         for part in parts:
             asyncio.run_coroutine_threadsafe(part.idle(), self.loop).result(20)
 
+    def store_may_take(self, seconds: float) -> None:
+        """For a look-up and for what is read, from now on."""
+        store = self.app.state.chats.snapshots._store
+        store._lookup_s = store._read_s = seconds
+
     @property
     def reads_ahead(self) -> bool:
         return self.app.state.chats.ahead is not None
@@ -78,6 +85,16 @@ class RunningApi:
         answer = self.client.post("/v1/chat/completions", json={"model": "demo", "messages": dialog, **fields})
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+    def begin(self, body: Any, headers: Mapping[str, str] | None = None) -> socket.socket:
+        """A chat whose client may leave at any moment: by closing this connection."""
+        data = httpx.Request("POST", self.url, json=body).read()  # the bytes that `client` would send
+        named = {"Host": "x", "Content-Type": "application/json", "Content-Length": str(len(data)), **(headers or {})}
+        head = "".join(f"{name}: {value}\r\n" for name, value in named.items())
+        host, port = self.url.removeprefix("http://").split(":")
+        connection = socket.create_connection((host, int(port)), timeout=20)
+        connection.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n".encode() + data)
+        return connection
 
     def close(self) -> None:
         self.client.close()

@@ -49,6 +49,7 @@ class Call:
     stopped: bool = False
     stop_thinking: threading.Event = field(default_factory=threading.Event)
     cancelled: threading.Event = field(default_factory=threading.Event)
+    cancelled_at: float = 0.0  # time.monotonic()
     ended: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -64,6 +65,8 @@ class ScriptedEngine(rpc.EngineServicer):
         self.failure: Failure | None = None
         self.token_s = 0.0
         self.prompt_s = 0.0
+        self.admission_s = 0.0
+        self.hurry = threading.Event()  # set: it takes none of these times any more
         self.context_tokens = 4096
         self.fingerprint = "feed" * 8
         self.payload_bytes = 2 * CHUNK_BYTES + 12345
@@ -150,7 +153,7 @@ class ScriptedEngine(rpc.EngineServicer):
         assert first is not None
         call = Call(first.start)
         (self.idle_calls if call.start.idle else self.calls).append(call)
-        context.add_callback(lambda: call.ended.is_set() or call.cancelled.set())
+        context.add_callback(lambda: self._over(call))
         try:
             if self.failure and self.failure.after_tokens is None:
                 self._fail(context)
@@ -161,11 +164,17 @@ class ScriptedEngine(rpc.EngineServicer):
             positions += call.start.passing_at
             assert len(positions) == len(set(positions))
             assert all(0 < position < len(call.start.ids) for position in positions)
+            self._wait(self.admission_s, context)
             context.send_initial_metadata(())
             yield from self._generate(call, inbox, context)
         finally:
             if context.is_active():
                 call.ended.set()
+
+    def _over(self, call: Call) -> None:
+        if not call.ended.is_set():
+            call.cancelled_at = time.monotonic()
+            call.cancelled.set()
 
     def _generate(self, call: Call, inbox: Any, context: Any) -> Iterator[pb.GenerateOut]:
         start, ids = call.start, tuple(call.start.ids)
@@ -334,7 +343,7 @@ class ScriptedEngine(rpc.EngineServicer):
 
     def _wait(self, seconds: float, context: Any) -> None:
         until = time.monotonic() + seconds
-        while context.is_active() and time.monotonic() < until:
+        while context.is_active() and time.monotonic() < until and not self.hurry.is_set():
             time.sleep(0.005)
         if not context.is_active():
             raise RuntimeError("cancelled")

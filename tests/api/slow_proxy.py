@@ -15,6 +15,7 @@ class SlowProxy:
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
         self._writers: set[asyncio.StreamWriter] = set()
+        self._away = asyncio.Event()
         self._server = self._call(self._listen(0))
         self.port = self._server.sockets[0].getsockname()[1]
         self.url = f"redis://:{password}@127.0.0.1:{self.port}"
@@ -38,10 +39,12 @@ class SlowProxy:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
 
     async def _listen(self, port: int) -> asyncio.Server:
+        self._away.clear()
         return await asyncio.start_server(self._serve, "127.0.0.1", port)
 
     async def _stop(self) -> None:
         self._server.close()
+        self._away.set()
         for writer in self._writers:
             writer.transport.abort()
         while self._writers:
@@ -55,8 +58,9 @@ class SlowProxy:
         async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter, slow: bool) -> None:
             with contextlib.suppress(ConnectionError):
                 while data := await source.read(1 << 20):
-                    if slow:
-                        await asyncio.sleep(self.delay_s)
+                    if slow and self.delay_s:
+                        with contextlib.suppress(TimeoutError):
+                            await asyncio.wait_for(self._away.wait(), self.delay_s)
                     target.write(data)
                     await target.drain()
             for end in both:

@@ -8,6 +8,7 @@ import grpc
 import pytest
 from running_api import RunningApi
 from scripted_engine import Failure, ScriptedEngine
+from timing import in_time
 
 from services.api import engines as routing
 from services.api.embedded import EmbeddedStore
@@ -48,6 +49,7 @@ def test_dialogs_are_spread_and_each_stays_where_it_is(
         dialog = [SYSTEM, user(f"Question number {number}")]
         for _ in range(3):
             reply = api.chat(*dialog)
+            api.saved()
             dialog += [answered(reply), user("And then?")]
         grown = len(engine.calls) - before[0], len(other.calls) - before[1]
         assert sorted(grown) == [0, 3]
@@ -92,12 +94,15 @@ def test_an_engine_that_is_back_gets_its_dialogs_back(
     again = ScriptedEngine(engine.port)
     again.script = folder.tokenizer.encode("Hello there, friend.")
     try:
-        for _ in range(50):
+
+        def comes_back() -> bool:
+            nonlocal dialog, reply
             dialog = [*dialog, answered(reply), user("And then?")]
             reply = api.chat(*dialog)
             api.saved()
-            if again.calls:
-                break
+            return bool(again.calls)
+
+        assert in_time(comes_back)
         assert again.calls[-1].source == "SENT"
     finally:
         again.close()

@@ -9,6 +9,7 @@ import openai
 import pytest
 from running_api import RunningApi
 from scripted_engine import Failure, ScriptedEngine
+from timing import in_time
 
 from services.api import errors
 
@@ -267,12 +268,7 @@ def test_no_engine(start_api: Callable[..., RunningApi], engine: ScriptedEngine)
     again = ScriptedEngine(engine.port)
     again.script = engine.script
     try:
-        for _ in range(100):
-            if api.client.get("/ready").status_code == 200:
-                break
-            import time
-
-            time.sleep(0.05)
+        assert in_time(lambda: api.client.get("/ready").status_code == 200)
         assert api.chat("Hi")["choices"][0]["message"]["content"] == "Hello there, friend."
     finally:
         again.close()

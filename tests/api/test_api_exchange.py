@@ -72,7 +72,7 @@ def test_an_engine_with_another_folder_gets_it_over_grpc(
 def test_what_is_spoilt_in_the_store_is_not_sent(
     start_api: Callable[..., RunningApi], store: EmbeddedStore, cold: ScriptedEngine, tmp_path: Path, spoil: str
 ) -> None:
-    api = start_api(redis_url=store.url, exchange_dir=str(tmp_path), redis_timeout_ms=100)
+    api = start_api(redis_url=store.url, exchange_dir=str(tmp_path))
     real = api.app.state.chats.snapshots.send
 
     async def spoilt(*args: Any) -> Any:
@@ -102,7 +102,7 @@ def test_only_damaged_bytes_are_removed(
     start_api: Callable[..., RunningApi], store: EmbeddedStore, cold: ScriptedEngine, tmp_path: Path, trouble: str
 ) -> None:
     """What did not come, for whatever reason, may be sound, and is there for the next one."""
-    api = start_api(redis_url=store.url, exchange_dir=str(tmp_path), redis_timeout_ms=100, read_ahead=False)
+    api = start_api(redis_url=store.url, exchange_dir=str(tmp_path), read_ahead=False)
     dialog: list[Any] = [SYSTEM, {"role": "user", "content": "Please tell me what you can do for me."}]
     answer = api.chat(*dialog)["choices"][0]["message"]
     dialog += [answer, {"role": "user", "content": "And what else?"}]
@@ -120,6 +120,7 @@ def test_only_damaged_bytes_are_removed(
     with pytest.MonkeyPatch.context() as patch:
         if trouble == "silent":
             patch.setattr(bulk_module, "_encode", silent)
+            patch.setattr(api.app.state.chats.snapshots._store, "_read_s", 0.3)
         if trouble == "refused":
             patch.setattr(bulk_module, "_encode", refused)
         api.chat(*dialog, max_tokens=1)

@@ -15,6 +15,7 @@ import pytest
 import redis
 from running_api import MODEL_DIR
 from scripted_engine import ScriptedEngine
+from timing import in_time
 
 from services.api.embedded import EmbeddedStore, EmbeddedStoreError
 
@@ -42,7 +43,7 @@ class Process:
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         self.popen.send_signal(number)
-        _, err = self.popen.communicate(timeout=20)
+        _, err = self.popen.communicate(timeout=60)
         return self.popen.returncode, err
 
 
@@ -74,24 +75,22 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def gone(pids: list[int], within_s: float = 5) -> bool:
-    until = time.monotonic() + within_s
-    while any(map(alive, pids)) and time.monotonic() < until:
-        time.sleep(0.02)
-    return not any(map(alive, pids))
+def gone(pids: list[int]) -> bool:
+    return in_time(lambda: not any(map(alive, pids)))
+
+
+def ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_serves_and_stops(start: Callable[..., Process], engine: ScriptedEngine, number: int) -> None:
     process = start(THIMBLE_API_ENGINES=engine.address, THIMBLE_API_REDIS_URL="embedded")
     url = process.url()
-    for _ in range(200):
-        try:
-            if httpx.get(f"{url}/ready").status_code == 200:
-                break
-        except httpx.TransportError:
-            pass
-        time.sleep(0.05)
+    assert in_time(lambda: ready(url))
     body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
     answer = httpx.post(f"{url}/v1/chat/completions", json=body)
     assert answer.json()["choices"][0]["message"]["content"] == "Hello there, friend."
@@ -107,17 +106,18 @@ def test_it_serves_and_stops(start: Callable[..., Process], engine: ScriptedEngi
 
 
 def test_a_stream_under_way_does_not_hold_up_the_end(start: Callable[..., Process], engine: ScriptedEngine) -> None:
-    engine.prompt_s = 60
+    engine.prompt_s = 120
     process = start(THIMBLE_API_ENGINES=engine.address, THIMBLE_API_STOP_TIMEOUT_S="1")
     url = process.url()
     body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=20) as answer:
-        next(answer.iter_text())
+        texts = answer.iter_text()  # held: without it the client hangs up
+        next(texts)
         began = time.monotonic()
         code, err = process.end()
         assert code == 0, err
-        assert time.monotonic() - began < 6
     assert engine.calls[0].cancelled.wait(5)
+    assert engine.calls[0].cancelled_at - began > 0.9, "it had its second"
 
 
 def test_sigkill_leaves_no_orphan(start: Callable[..., Process], engine: ScriptedEngine) -> None:
@@ -142,7 +142,7 @@ def test_sigkill_leaves_no_orphan(start: Callable[..., Process], engine: Scripte
 )
 def test_a_start_that_cannot_be(start: Callable[..., Process], settings: dict[str, str], code: int, words: str) -> None:
     process = start(**settings)
-    _, err = process.popen.communicate(timeout=20)
+    _, err = process.popen.communicate(timeout=60)
     assert process.popen.returncode == code
     assert words in err.splitlines()[-1]
     assert "Traceback" not in err
@@ -151,7 +151,7 @@ def test_a_start_that_cannot_be(start: Callable[..., Process], settings: dict[st
 def test_a_port_that_is_taken(start: Callable[..., Process], engine: ScriptedEngine) -> None:
     url = start(THIMBLE_API_ENGINES=engine.address).url()
     second = start(THIMBLE_API_PORT=url.rpartition(":")[2])
-    _, err = second.popen.communicate(timeout=20)
+    _, err = second.popen.communicate(timeout=60)
     assert second.popen.returncode == 1
     assert "cannot listen on 127.0.0.1" in err.splitlines()[-1]
 

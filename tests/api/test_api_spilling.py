@@ -94,6 +94,8 @@ def test_a_disk_that_does_not_answer_is_waited_for_once(within: Any, monkeypatch
         monkeypatch.setattr(parts.disk, "read", stuck := Stuck(parts.disk.read))
         threads = threading.active_count()
         assert not await parts.spilling.bring_back(FOUND, 0)
+        while not stuck.began.is_set():
+            await asyncio.sleep(0.01)
         monkeypatch.setattr(spilling_module, "BACK_S", 1000.0)
         assert [await parts.spilling.bring_back(FOUND, 0) for _ in range(50)] == [False] * 50, "at once"
         assert (stuck.calls, threading.active_count()) == (1, threads + 1)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import redis
-from running_api import RunningApi
+from running_api import PATIENT_MS, RunningApi
 from scripted_engine import ScriptedEngine
 from slow_proxy import SlowProxy
+from timing import in_time
 
 from services.api.embedded import EmbeddedStore
 from services.api.keys import USED, boundary_keys, space_of
@@ -18,6 +19,7 @@ from services.api.model_folder import ModelFolder
 from services.api.records import Head, Record, RecordMemory, head_from_field, record_from_fields, to_fields
 
 SYSTEM = {"role": "system", "content": "You are a very patient assistant who explains things slowly, in many words."}
+SLOW_S = 10.0
 DIALOG = [SYSTEM, {"role": "user", "content": "Please tell me what you can do for me today."}]
 
 
@@ -87,22 +89,20 @@ def test_use_renews_the_ttl(
 def test_a_dead_store_costs_only_its_snapshots(
     start_api: Callable[..., RunningApi], proxy: SlowProxy, cold: ScriptedEngine
 ) -> None:
-    api = start_api(redis_url=proxy.url, redis_timeout_ms=500)
+    api = start_api(redis_url=proxy.url)
     reply, _ = chat(api, *DIALOG)
     assert chat(api, *next_turn(reply))[1] > 0
     proxy.go_away()
     for _ in range(3):
         began = time.monotonic()
         assert chat(api, *next_turn(reply))[1] == 0
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < PATIENT_MS / 2000
     assert api.metric("snapshot_store_available") == 0
     assert cold.calls[-1].start.heads_only
     assert api.client.get("/ready").json()["snapshot_store"] == "not available"
     proxy.come_back()
-    until = time.monotonic() + 10
-    while api.metric("snapshot_store_available") == 0 and time.monotonic() < until:
-        time.sleep(0.05)
-    assert chat(api, *next_turn(reply))[1] > 0, "it does not recover by itself"
+    assert in_time(lambda: api.metric("snapshot_store_available") == 1), "it does not recover by itself"
+    assert chat(api, *next_turn(reply))[1] > 0
 
 
 def test_a_store_that_was_never_there(start_api: Callable[..., RunningApi], engine: ScriptedEngine) -> None:
@@ -114,13 +114,14 @@ def test_a_store_that_was_never_there(start_api: Callable[..., RunningApi], engi
 def test_a_slow_store_delays_one_chat_by_its_timeout(
     start_api: Callable[..., RunningApi], proxy: SlowProxy, cold: ScriptedEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    api = start_api(redis_url=proxy.url, redis_timeout_ms=300)
+    api = start_api(redis_url=proxy.url)
     reply, _ = chat(api, *DIALOG)
-    proxy.delay_s = 2
+    api.store_may_take(0.3)
+    proxy.delay_s = SLOW_S
     for _ in range(4):
         began = time.monotonic()
         api.chat(*next_turn(reply))
-        assert time.monotonic() - began < 1.9
+        assert time.monotonic() - began < SLOW_S
     assert all(call.start.heads_only for call in cold.calls[-4:])
     assert sum("left alone" in line.message for line in caplog.records) == 1, "more than one waited"
 
@@ -129,19 +130,19 @@ def test_a_store_that_gets_slow_while_it_is_read(
     start_api: Callable[..., RunningApi], proxy: SlowProxy, cold: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It offers what it cannot send: the engine is told, and reads the prompt from its first token."""
-    monkeypatch.setattr("services.api.store.READ_TIMEOUT", 1)
-    api = start_api(redis_url=proxy.url, redis_timeout_ms=300)
+    api = start_api(redis_url=proxy.url)
     reply, _ = chat(api, *DIALOG)
     real = api.app.state.chats.snapshots.send
 
     def slow(*args: Any) -> Any:
-        proxy.delay_s = 2
+        api.store_may_take(0.3)
+        proxy.delay_s = SLOW_S
         return real(*args)
 
     monkeypatch.setattr(api.app.state.chats.snapshots, "send", slow)
     began = time.monotonic()
     answer = api.chat(*next_turn(reply))
-    assert time.monotonic() - began < 1.9
+    assert time.monotonic() - began < SLOW_S
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert cold.calls[-1].source == "REFUSED"
 
@@ -314,7 +315,7 @@ def test_rubbish_under_our_keys(
 
 def test_a_server_that_is_no_redis(start_api: Callable[..., RunningApi], engine: ScriptedEngine) -> None:
     api = start_api()
-    other = start_api(redis_url=api.url.replace("http", "redis"))
+    other = start_api(redis_url=api.url.replace("http", "redis"), redis_timeout_ms=300)
     reply, _ = chat(other, *DIALOG)
     chat(other, *next_turn(reply))
 
