@@ -23,6 +23,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that is slow only because this machine is busy is waited for."""
     monkeypatch.setattr("services.api.client.ADMISSION_S", 20.0)
     monkeypatch.setattr("services.api.client.INFO_TIMEOUT_S", 20.0)
+    monkeypatch.setattr("services.api.answer.STOP_GRACE_S", 20.0)
 
 
 @pytest.fixture

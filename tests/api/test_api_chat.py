@@ -140,10 +140,7 @@ def test_control_tokens_are_not_shown(api: RunningApi, engine: ScriptedEngine, f
 
 
 @pytest.mark.parametrize("stop", ["there", ["zzz", "lo th", "there"]])
-def test_stop_strings_cut_and_do_not_leak(
-    api: RunningApi, engine: ScriptedEngine, stop: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("services.api.answer.STOP_GRACE_S", 20.0)
+def test_stop_strings_cut_and_do_not_leak(api: RunningApi, engine: ScriptedEngine, stop: Any) -> None:
     engine.token_s, engine.script = 0.01, engine.script * 500  # it says more unless it hears that it shall not
     kept = "Hello there, friend.".partition(stop if isinstance(stop, str) else "lo th")[0]
     reply = api.chat("Hi", stop=stop)

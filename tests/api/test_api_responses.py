@@ -136,9 +136,10 @@ def test_the_token_limit(client: OpenAI) -> None:
 
 
 def test_in_the_background(client: OpenAI, engine: ScriptedEngine) -> None:
-    engine.token_s = 0.05
+    engine.prompt_s = 120
     begun = client.responses.create(model="demo", input="Hi", background=True)
     assert begun.status == "in_progress"
+    engine.hurry.set()
     assert soon(lambda: client.responses.retrieve(begun.id).status == "completed")
     assert client.responses.retrieve(begun.id).output_text == "Hello there, friend."
     engine.failure = Failure(grpc.StatusCode.INTERNAL, code="step_failed", after_tokens=2)
@@ -183,7 +184,7 @@ def test_cancel_a_stream(api: RunningApi, client: OpenAI, engine: ScriptedEngine
 
 
 def test_a_client_that_leaves_frees_the_sequence(client: OpenAI, engine: ScriptedEngine) -> None:
-    engine.token_s = 0.1
+    engine.token_s, engine.script = 0.1, engine.script * 50
     stream = client.responses.create(model="demo", input="Hi", stream=True)
     next(iter(stream))
     stream.close()

