@@ -5,17 +5,17 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.api.ending import Ending, api_error
-from services.api.errors import ApiError, EngineFailed, EngineLost
+from services.api.errors import CODE_KEY, RETRY_AFTER_KEY, ApiError, EngineFailed, EngineLost, from_engine
+from services.api.writing import Writing
 from services.rpc import engine_pb2 as pb
 from services.rpc.engine_pb2_grpc import EngineStub
-from services.unbroken import Reads, is_ending, unbroken
+from services.unbroken import Reads, is_ending
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +24,7 @@ INFO_AGE_S = 5.0
 FAILED_S = 5.0  # how long one that failed is asked after the others
 ADMISSION_S = 1.0  # an engine says at once whether it takes a request in; after this a stream begins anyway
 FORM_S = 15.0  # the same, where it works out a grammar before
+ENDING_S = 1.0  # longest wait for why the engine has ended a call; it has said so by then
 CHANNEL_OPTIONS = [
     ("grpc.keepalive_time_ms", 20_000),  # a machine that vanished is noticed without traffic
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -39,7 +40,12 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        raise api_error(error.code(), error.details(), error.trailing_metadata()) from error
+        raise _api_error(error.code(), error.details(), error.trailing_metadata()) from error
+
+
+def _api_error(status: grpc.StatusCode, details: str | None, trailing: Any) -> ApiError:
+    told = {key: value for key, value in trailing or () if isinstance(value, str)}
+    return from_engine(status, details or "", told.get(CODE_KEY), told.get(RETRY_AFTER_KEY))
 
 
 class Engine:
@@ -87,12 +93,18 @@ class Engine:
 
     async def vision(self, messages: AsyncIterator[pb.VisionIn], timeout_s: float) -> pb.VisionOut:
         """One Vision call: an ask, and the bytes of pictures. Raises ApiError."""
-        call = self._stub.Vision(messages, timeout=timeout_s)
-        ending = Ending(call)
+        call = self._stub.Vision(timeout=timeout_s)
         try:
-            out: pb.VisionOut = await call
-        except grpc.aio.AioRpcError as error:
-            raise await ending.error(call) from error
+            with _translated():
+                writing = Writing(call)
+                async for message in messages:
+                    if not await writing.say(message):
+                        break  # it needs no more of them to refuse them
+                else:
+                    await writing.end()
+                out: pb.VisionOut = await call
+        finally:
+            call.cancel()
         return out
 
     def generate(self, timeout_s: float) -> "Generation":
@@ -111,8 +123,7 @@ class Generation:
         self._engine = engine
         self._ahead: pb.GenerateOut | None = None  # read, and not yet told
         self._reads = Reads(call.read)
-        self._turn = asyncio.Lock()  # to write: gRPC ends a call that is asked for two writes at once
-        self._ending = Ending(call)
+        self._writing = Writing(call)
         self._given_up = False
 
     async def start(self, start: pb.Start) -> None:
@@ -182,24 +193,26 @@ class Generation:
         if self._call.done():
             return False
         try:
-            await self._write(message)
+            async with self._translated():
+                return await self._writing.say(message)
         except ApiError:
-            if not self._call.done():
-                raise
-            return False  # it ended meanwhile: who reads is told why
-        return True
+            return False
 
     def cancel(self) -> None:
         self._given_up = True
         self._call.cancel()
 
     async def _write(self, message: pb.GenerateIn) -> None:
+        """For who reads, too: raises what the engine has ended the call with."""
         async with self._translated():
-            await unbroken(self._write_in_turn(message))
-
-    async def _write_in_turn(self, message: pb.GenerateIn) -> None:
-        async with self._turn:
-            await self._call.write(message)
+            said = await self._writing.say(message)
+            if not said:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(ENDING_S):
+                        while await self._reads.next() is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                            pass
+        if not said:
+            raise await self._error()
 
     @asynccontextmanager
     async def _translated(self) -> AsyncIterator[None]:
@@ -215,9 +228,13 @@ class Generation:
             raise await self._error() from error
 
     async def _error(self) -> ApiError:
+        call = self._call
         if self._given_up:
             return EngineFailed("the call to the engine was given up")
-        error = await self._ending.error(self._call)
+        if not call.done():
+            error: ApiError = EngineLost("the engine hears no more, and does not say why: try again shortly")
+        else:
+            error = _api_error(await call.code(), await call.details(), await call.trailing_metadata())
         if isinstance(error, EngineLost):
             self._engine.note_failure()
         return error

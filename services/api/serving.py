@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
 from services.api.answer import Done, PromptProgress
 from services.api.choices import Choices
@@ -119,4 +120,8 @@ async def read_json(request: Request) -> Any:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise InvalidRequest("send the body as JSON with the header Content-Type: application/json")
-    return parse_json(await request.body())
+    try:
+        body = await request.body()
+    except ClientDisconnect as error:
+        raise ClientGone("the client closed the connection before all of its request had come") from error
+    return parse_json(body)

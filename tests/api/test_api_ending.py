@@ -15,6 +15,7 @@ from services.rpc import engine_pb2_grpc as rpc
 
 CALLS = 60  # one in three to five went wrong
 CHUNK_BYTES = 3 << 20  # more than flow control lets through before it is read
+TOKEN = pb.GenerateOut(token=pb.Token(id=7))
 STOPPING = (grpc.StatusCode.UNAVAILABLE, "stopping", (("thimble-code", "engine_stopping"),))
 REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, "bad picture", (("thimble-code", "bad_picture"),))
 
@@ -64,7 +65,7 @@ async def chunks() -> AsyncIterator[bytes]:
 async def stuck(generation: Generation) -> "asyncio.Task[str]":
     """Chunks on their way to an engine that does not read."""
     sending = asyncio.create_task(told(generation.send_payload(chunks())))
-    while not generation._turn.locked():
+    while not generation._writing._turn.locked():
         await asyncio.sleep(0)
     return sending
 
@@ -100,22 +101,46 @@ def test_two_speak_to_the_engine_at_once() -> None:
     assert heard == {"chunk": 3, "stop": 1, "stop_thinking": 1}
 
 
-def test_an_engine_stops_while_it_is_sent_a_snapshot() -> None:
+@pytest.mark.parametrize("unread", [0, 3])
+def test_an_engine_stops_while_it_is_sent_a_snapshot(unread: int) -> None:
+    sending = asyncio.Semaphore(0)
+
     async def stops(context: Any) -> None:
-        await asyncio.sleep(0.01)
+        for _ in range(unread):  # what comes behind them is not heard before they are read
+            await context.write(TOKEN)
+        await sending.acquire()
         await context.abort(*STOPPING)
 
     async def send(engine: Engine) -> None:
         found: Counter[str] = Counter()
         for _ in range(CALLS):
             generation = await begin(engine)
+            sending.release()
             found[await told(generation.send_payload(chunks()))] += 1
             found[await told(anext(generation.messages()))] += 1
             assert not await generation.stop_thinking()
         assert found == {"engine_unavailable: stopping": 2 * CALLS}
+        assert not any("_handle_status" in repr(task) for task in asyncio.all_tasks()), "nothing is left of a call"
         assert engine.failed_lately
 
     with_engine(stops, send)
+
+
+def test_who_speaks_too_late_ends_nothing() -> None:
+    """A slow client's answer is complete in the engine when its thinking is to be ended: all of it is read."""
+
+    async def answers(context: Any) -> None:
+        for _ in range(3):
+            await context.write(TOKEN)
+
+    async def speak(engine: Engine) -> None:
+        generation = await begin(engine)
+        while await generation.stop_thinking():
+            await asyncio.sleep(0)
+        assert [message async for message in generation.messages()] == [TOKEN] * 3
+        generation.cancel()
+
+    with_engine(answers, speak)
 
 
 def test_an_engine_refuses_a_picture_before_all_of_it_has_come() -> None:

@@ -2,6 +2,7 @@
 does not take."""
 
 import errno
+import socket
 import subprocess
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -9,6 +10,7 @@ from typing import Any, NoReturn
 import pytest
 from running_api import RunningApi
 from scripted_engine import ScriptedEngine
+from timing import in_time
 
 from services.api import rendering
 from services.api.embedded import EmbeddedStore
@@ -60,3 +62,12 @@ def test_an_answer_that_is_not_rendered_again_costs_no_more_than_its_own_state(
     assert engine.calls[1].source == "SENT"
     failed = isinstance(trouble, OSError)  # a refusal of the probe says nothing of the dialog
     assert (api.metric("reads_ahead_total", result="failed") > 0) == failed
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_request_is_no_fault_of_ours(api: RunningApi) -> None:
+    place = api.client.base_url
+    with socket.create_connection((place.host, place.port)) as client:
+        head = ["POST /v1/chat/completions HTTP/1.1", "Host: x", "Content-Type: application/json", "Content-Length: 99"]
+        client.sendall("\r\n".join([*head, "", '{"model":']).encode())
+    assert in_time(lambda: api.metric("errors_total", code="client_gone") == 1)
+    assert api.metric("errors_total", code="internal_error") == 0
