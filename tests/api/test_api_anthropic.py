@@ -191,8 +191,8 @@ def test_failures(client: Anthropic, engine: ScriptedEngine) -> None:
 
 
 def test_a_client_that_leaves_frees_the_sequence(client: Anthropic, engine: ScriptedEngine) -> None:
-    engine.token_s = 0.1
-    with client.messages.stream(model="demo", max_tokens=50, messages=HI) as stream:
+    engine.token_s, engine.script = 0.1, engine.script * 50
+    with client.messages.stream(model="demo", max_tokens=1000, messages=HI) as stream:
         next(iter(stream))
     assert engine.calls[-1].cancelled.wait(5)
 

@@ -78,7 +78,7 @@ def test_effort(
 
 @pytest.mark.parametrize("name", ["answer", "request"])
 def test_stop_thinking_now(api: RunningApi, engine: ScriptedEngine, folder: ModelFolder, name: str) -> None:
-    engine.script, engine.token_s = folder.tokenizer.encode("I wonder and wonder and wonder"), 0.05
+    engine.script, engine.token_s = folder.tokenizer.encode("I wonder and wonder and wonder") * 50, 0.1
     body = {"model": "demo-think", "messages": [USER], "stream": True}
     with api.client.stream("POST", "/v1/chat/completions", json=body, headers={"X-Request-Id": "mine"}) as answer:
         lines = answer.iter_lines()
@@ -86,7 +86,8 @@ def test_stop_thinking_now(api: RunningApi, engine: ScriptedEngine, folder: Mode
         control = {"id": first["id"] if name == "answer" else "mine", "action": "reasoning_end"}
         done = api.client.post("/v1/chat/completions/control", json=control)
         assert done.status_code == 200, done.text
-        assert engine.calls[-1].stop_thinking.wait(5)
+        assert engine.calls[-1].stop_thinking.wait(20)
+        engine.hurry.set()
         for _ in lines:
             pass
     late = api.client.post("/v1/chat/completions/control", json=control)

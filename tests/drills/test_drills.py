@@ -1,6 +1,5 @@
 """Short runs of the drills: members killed, a store in trouble."""
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +7,8 @@ import pytest
 from fleet import Fleet
 from kill_drill import Report, _judge, drill, fleets
 from store_troubles import FOUND, TROUBLES, open_fleet, run
+from timing import in_time
+from twenty_turns import SAVES, _sums_of
 
 from services.engine.experts.store import Store
 
@@ -44,12 +45,18 @@ def test_the_drill_can_fail() -> None:
     assert (report.wrong, report.lost, report.kept) == (1, 1, 3)
 
 
+def saves(fleet: Fleet) -> float:
+    [count] = _sums_of(f"{fleet.url}/metrics", SAVES)
+    return count
+
+
 def test_a_killed_engine_s_dialog_goes_on_at_the_other(both: tuple[Fleet, Fleet]) -> None:
     fleet, reference = both
     for victim in fleet.engines:
         dialog: list[Any] = [{"role": "user", "content": f"What is 20 + 2{victim[-1]}?"}]
+        wanted = saves(fleet) + 2  # the answer's, and what is read ahead
         first = fleet.chat(dialog)
-        time.sleep(2.0)  # what is in flight is stored
+        assert in_time(lambda wanted=wanted: saves(fleet) >= wanted, 60)
         fleet.kill(victim)
         dialog += [first["choices"][0]["message"], {"role": "user", "content": "What is the capital of France?"}]
         second = fleet.chat(dialog)

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import httpx
 import pytest
 from crowd import QUESTIONS, Client, Question, Seen
 from load import complains, drill, fairness
+from timing import in_time
 from vitals import Sample, Vitals, growth
 
 from services.api.logs import JsonLines
@@ -24,8 +24,13 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def test_a_crowd_gets_right_answers_and_leaves_nothing(demo_store: Store, tmp_path: Path) -> None:
-    [(_, one)] = drill(demo_store.folder, tmp_path, levels=(), full=20, seconds=5)
-    assert one.sound, str(one)
+    for seconds in (5, 40):  # a busy machine may not come to many answers in the first
+        folder = tmp_path / str(seconds)
+        folder.mkdir()
+        [(_, one)] = drill(demo_store.folder, folder, levels=(), full=20, seconds=seconds)
+        assert one.sound, str(one)
+        if one.seen.answers > 5:
+            break
     assert one.seen.answers > 5
     assert one.seen.refused > 0, "20 clients, four places and a queue of eight"
     assert max(one.engine.threads, one.api.threads) <= 2, "pools may grow, a thread for each client may not be"
@@ -91,8 +96,11 @@ def test_a_leak_is_a_slope_and_a_handle_too_many_is_counted() -> None:
 
 def test_it_watches_this_process() -> None:
     with Vitals({"me": os.getpid()}, every_s=0.02) as vitals:
+        seen = vitals.samples["me"]
+        assert in_time(lambda: len(seen) > 1)
         kept = [open("/proc/self/status") for _ in range(20)]  # noqa: SIM115
-        time.sleep(0.3)
+        before = len(seen)
+        assert in_time(lambda: len(seen) > before + 2)
         for file in kept:
             file.close()
-    assert vitals.samples["me"][2].handles >= 20
+    assert seen[before + 2].handles >= seen[0].handles + 20
