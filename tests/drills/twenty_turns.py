@@ -56,6 +56,7 @@ def open_fleet(store: Path, folder: Path) -> Fleet:
         "ENGINE_HOT_STATES_GB": "0.02",
         "ENGINE_MODEL_NAME": "demo",
         "ENGINE_CONTEXT_TOKENS": "2048",
+        "API_REDIS_TIMEOUT_MS": "20000",  # a store that is slow only because a machine is busy is not left alone
     }
     return Fleet(store, folder, engines=1, **settings)
 

@@ -19,6 +19,8 @@ QUESTION = "What is 20 + 22?"
 STORY = "Tell me a short story about a fox."
 WEATHER = "What is the weather in Paris?"
 LONG_TOKENS = 2000
+ENDLESS: Any = {"ignore_eos": True}  # so that it still lasts when its client leaves
+ENDLESS_LIST = {"type": "array", "items": {"type": "integer"}, "minItems": 500}  # where there is no such field
 
 
 class City(BaseModel):
@@ -88,7 +90,7 @@ class OpenAi:
 
     def pieces(self) -> Iterator[str]:
         stream = self._client.chat.completions.create(
-            messages=[_user(STORY)], stream=True, max_tokens=LONG_TOKENS, **self._more
+            messages=[_user(STORY)], stream=True, max_tokens=LONG_TOKENS, extra_body=ENDLESS, **self._more
         )
         with stream:
             for chunk in stream:
@@ -124,6 +126,10 @@ class Anthropic:
 
     def pieces(self) -> Iterator[str]:
         more = self._more | {"max_tokens": LONG_TOKENS}
+        more["extra_body"] = {
+            "temperature": 0,
+            "output_config": {"format": {"type": "json_schema", "schema": ENDLESS_LIST}},
+        }
         with self._client.messages.stream(messages=[_user(STORY)], **more) as stream:
             yield from stream.text_stream
 
@@ -158,7 +164,8 @@ class LiteLlm:
         return Sum.model_validate_json(reply.choices[0].message.content)
 
     def pieces(self) -> Iterator[str]:
-        stream = self._ask(messages=[_user(STORY)], stream=True, max_tokens=LONG_TOKENS, **self._more)
+        long: Any = {"max_tokens": LONG_TOKENS, "extra_body": ENDLESS}
+        stream = self._ask(messages=[_user(STORY)], stream=True, **long, **self._more)
         try:
             for chunk in stream:
                 yield chunk.choices[0].delta.content or ""
@@ -175,7 +182,7 @@ class LangChain:
 
         key: Any = {"base_url": f"{url}/v1", "api_key": "none", "max_retries": 0, "timeout": 60}
         self._chat = ChatOpenAI(model=model, temperature=0, **key)
-        self._long = ChatOpenAI(model=model, temperature=0, max_tokens=LONG_TOKENS, **key)
+        self._long = ChatOpenAI(model=model, temperature=0, max_tokens=LONG_TOKENS, extra_body=ENDLESS, **key)
 
     def chat(self) -> str:
         return str(self._chat.invoke(QUESTION).content)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import openai
-from clients import LONG_TOKENS, QUESTION, STORY, WEATHER, City, Sum
+from clients import ENDLESS, LONG_TOKENS, QUESTION, STORY, WEATHER, City, Sum
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -16,8 +16,9 @@ class PydanticAi:
         self._client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
         self._model = OpenAIChatModel(model, provider=OpenAIProvider(openai_client=self._client))
 
-    def _agent(self, output: Any = str) -> Agent[None, Any]:
-        return Agent(self._model, output_type=output, model_settings={"temperature": 0, "max_tokens": LONG_TOKENS})
+    def _agent(self, output: Any = str, **more: Any) -> Agent[None, Any]:
+        settings: Any = {"temperature": 0, "max_tokens": LONG_TOKENS, **more}
+        return Agent(self._model, output_type=output, model_settings=settings)
 
     def chat(self) -> str:
         return str(self._agent().run_sync(QUESTION).output)
@@ -34,10 +35,10 @@ class PydanticAi:
         return self._agent(NativeOutput(Sum)).run_sync(QUESTION).output
 
     def pieces(self) -> Iterator[str]:
-        return self._pieces(STORY)
+        return self._pieces(STORY, extra_body=ENDLESS)
 
-    def _pieces(self, question: str) -> Iterator[str]:
-        with self._agent().run_stream_sync(question) as result:
+    def _pieces(self, question: str, **more: Any) -> Iterator[str]:
+        with self._agent(**more).run_stream_sync(question) as result:
             yield from result.stream_text(delta=True, debounce_by=None)
 
     def close(self) -> None:

@@ -20,7 +20,8 @@ def _stopped(running: Running) -> Iterator[Running]:
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """As `make up` starts it: it makes the demo's store itself, keeps snapshots, and every expert has a slot."""
-    yield from _stopped(Running(tmp_path_factory.mktemp("stack")))
+    # A store that is slow only because this machine is busy is not left alone.
+    yield from _stopped(Running(tmp_path_factory.mktemp("stack"), THIMBLE_API_REDIS_TIMEOUT_MS="10000"))
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """A stack as `make up` starts it, on free ports in a folder of its own, and what tests ask of it."""
 
+import contextlib
 import os
 import queue
 import re
@@ -98,8 +99,18 @@ class Running:
 
     def child(self, module: str) -> int:
         """The process that runs this module."""
-        [pid] = [p for p in self.processes() if module.encode() in Path(f"/proc/{p}/cmdline").read_bytes().split(b"\0")]
-        return pid
+        found: list[int] = []
+
+        def runs() -> bool:  # not at once: one that was just begun is for a moment a copy of its parent
+            found.clear()
+            for pid in self.processes():
+                with contextlib.suppress(OSError):
+                    if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                        found.append(pid)
+            return len(found) == 1
+
+        assert until(runs), self.output
+        return found[0]
 
     def metrics(self) -> dict[str, float]:
         """Every sample of both services, `name{label="value",...}` without the model's name, labels in order."""
