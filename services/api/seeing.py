@@ -7,6 +7,7 @@ the model and how several share a prompt is decided by the engine; errors in a p
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from services.api.client import Engine
@@ -19,6 +20,8 @@ from services.rpc import engine_pb2 as pb
 MOST_PICTURES = 64  # in one request
 MOST_FETCHED = 8  # from the web, in one request
 FETCH_S = 20.0  # for all of them, whatever their servers do
+# Threads of their own: whoever names slow servers would take all those in which prompts are rendered and tokenised.
+_FETCHERS = ThreadPoolExecutor(2 * MOST_FETCHED, "fetch")
 _PIECE_BYTES = 1 << 20
 _Resolution = pb.PictureAsk.Resolution
 RESOLUTIONS = {"low": _Resolution.LOW, "auto": _Resolution.NORMAL, "high": _Resolution.HIGH}
@@ -49,7 +52,8 @@ async def load(pictures: Sequence[Picture], document: bool, may_fetch: bool) -> 
         )
     try:
         async with asyncio.timeout(FETCH_S):
-            bodies = await asyncio.gather(*(asyncio.to_thread(fetch, url) for url in from_web))
+            loop = asyncio.get_running_loop()
+            bodies = await asyncio.gather(*(loop.run_in_executor(_FETCHERS, fetch, url) for url in from_web))
     except TimeoutError:
         raise InvalidRequest(f"the pictures could not be fetched within {FETCH_S:.0f} s", "messages") from None
     fetched = dict(zip(from_web, bodies, strict=True))

@@ -76,7 +76,7 @@ class Admission:
         if free > ahead or (free > 0 and count <= self._places):
             self._line.leave(user)
             return
-        error = self._refused(count, ahead - free + 1)
+        error = self._refused(count, ahead - free + 1, ahead)
         if not has_some:
             self._line.wait(user, now + (error.retry_after_s or 0) + LATE_S)
         raise error
@@ -94,14 +94,16 @@ class Admission:
             took_s = finish.prefill_s + finish.decode_s
             self._answer_s = took_s if self._answer_s is None else self._answer_s + NEWEST * (took_s - self._answer_s)
 
-    def _refused(self, count: int, ends: int) -> QueueFullError:
+    def _refused(self, count: int, ends: int, ahead: int = 0) -> QueueFullError:
         """To be asked again when so many answers will probably have ended: one does in their mean time, shared by the
         places. Before the first one has, it is as long again as the oldest is under way."""
         oldest_s = self._clock() - next(iter(self._open)).submitted_at if self._open else 0.0
         each_s = oldest_s if self._answer_s is None else self._answer_s / self._places
         wait_s = min(max(1, math.ceil(ends * each_s)), LONGEST_WAIT_S)
+        others = f", and places are kept for {ahead} users who asked before" if ahead else ""
         return QueueFullError(
-            f"{count} requests are under way or waiting, the most this engine takes: ask again in {wait_s} s", wait_s
+            f"{count} requests are under way or waiting{others}: more are not taken in, ask again in {wait_s} s",
+            wait_s,
         )
 
 

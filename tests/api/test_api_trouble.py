@@ -1,9 +1,11 @@
 """Troubles that come where nobody looks for them: a machine without room for a process, an answer that the template
 does not take."""
 
+import asyncio
 import errno
 import socket
 import subprocess
+import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -12,9 +14,10 @@ from running_api import RunningApi
 from scripted_engine import ScriptedEngine
 from timing import in_time
 
-from services.api import rendering
+from services.api import rendering, seeing
 from services.api.embedded import EmbeddedStore
 from services.api.errors import TemplateRefused
+from services.api.pictures import Picture
 from services.api.rendering import Rendering
 from services.api.templates import ChatTemplate
 
@@ -71,3 +74,25 @@ def test_a_client_that_leaves_in_the_middle_of_its_request_is_no_fault_of_ours(a
         client.sendall("\r\n".join([*head, "", '{"model":']).encode())
     assert in_time(lambda: api.metric("errors_total", code="client_gone") == 1)
     assert api.metric("errors_total", code="internal_error") == 0
+
+
+def test_slow_servers_of_pictures_hold_up_nobody_s_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as would take all threads that asyncio has for work."""
+    answered = threading.Event()
+
+    def slow(url: str) -> bytes:
+        assert answered.wait(20)
+        return url.encode()
+
+    async def work() -> None:
+        requests = [[Picture(f"http://{number}/{other}", "auto") for other in range(8)] for number in range(4)]
+        under_way = [asyncio.create_task(seeing.load(request, False, may_fetch=True)) for request in requests]
+        await asyncio.sleep(0)  # each has asked for its threads
+        await asyncio.wait_for(asyncio.to_thread(answered.set), 10)
+        found = await asyncio.gather(*under_way)
+        assert [[picture.data.decode() for picture in each] for each in found] == [
+            [picture.url for picture in request] for request in requests
+        ]
+
+    monkeypatch.setattr(seeing, "fetch", slow)
+    asyncio.run(work())
