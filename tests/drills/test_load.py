@@ -103,4 +103,4 @@ def test_it_watches_this_process() -> None:
         assert in_time(lambda: len(seen) > before + 2)
         for file in kept:
             file.close()
-    assert seen[before + 2].handles >= seen[0].handles + 20
+    assert seen[before + 2].handles > seen[0].handles + 10, "some of earlier tests may be closed meanwhile"

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -14,6 +15,7 @@ from scraped import Prometheus
 
 pytestmark = pytest.mark.skipif(not shutil.which("prometheus"), reason="no Prometheus here: apt install prometheus")
 LOAD_S = 8
+OF_A_BUSY_MACHINE = {("ThimbleTokenTimeUnknown", "pending"), ("ThimbleDiskSlow", "pending")}  # and of the tests beside
 
 
 @pytest.fixture
@@ -52,6 +54,11 @@ def load(stack: Running, until_time: float) -> None:
         thread.join()
 
 
+def unfounded(prometheus: Prometheus) -> list[Any]:
+    alerts: list[Any] = prometheus.get("/api/v1/alerts")["alerts"]
+    return [one for one in alerts if (one["labels"]["alertname"], one["state"]) not in OF_A_BUSY_MACHINE]
+
+
 def test_every_panel_has_data(prometheus: Prometheus, stack: Running) -> None:
     begin = time.time()
     load(stack, begin + LOAD_S)
@@ -64,4 +71,5 @@ def test_every_panel_has_data(prometheus: Prometheus, stack: Running) -> None:
     assert prometheus.has_data(Query("rule", "thimble:expert_hit_ratio:rate10m"), begin)
     rules = [rule for group in prometheus.get("/api/v1/rules")["groups"] for rule in group["rules"]]
     assert [rule["name"] for rule in rules if rule["health"] != "ok"] == []
-    assert prometheus.get("/api/v1/alerts")["alerts"] == []
+    # One is pending for a moment when a busy machine answers a scrape late.
+    assert until(lambda: unfounded(prometheus) == [], 30), unfounded(prometheus)
