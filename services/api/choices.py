@@ -4,12 +4,15 @@ engine. Owns which is under way; answer.py owns each.
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from services.api.answer import Answer, Done, PromptProgress
-from services.api.errors import ApiError
+from services.api.errors import ApiError, QueueFull
 from services.api.parsers.answer import Delta
 from services.unbroken import is_ending
+
+PATIENCE_S = 600.0  # with a full queue, between two answers: as long as an engine ever says to wait
 
 Opener = Callable[[int], Awaitable[Answer]]  # opens the answer of that number
 
@@ -29,7 +32,7 @@ class Choices:
         """The number of the answer and what it says. Raises ApiError if the engine fails on the way."""
         for index in range(self.count):
             if index:
-                answer = await self._open_next(index)
+                answer = await self._open(index)
                 self.answers.append(answer)
                 if self._closed:
                     answer.close()
@@ -44,6 +47,18 @@ class Choices:
                 return
             finally:
                 await events.aclose()
+
+    async def _open(self, index: int) -> Answer:
+        """In its turn: where others were let in meanwhile, what was answered so far is not to be lost."""
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return await self._open_next(index)
+            except QueueFull as error:
+                wait_s = error.retry_after_s or 1
+                if self._closed or time.monotonic() + wait_s > until:
+                    raise
+                await asyncio.sleep(wait_s)
 
     async def stop_thinking(self) -> bool:
         """End the thinking of the answer under way; False if it is over."""

@@ -9,12 +9,14 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import grpc
+import openai
 import pytest
 from running_api import RunningApi
-from scripted_engine import ScriptedEngine
+from scripted_engine import Failure, ScriptedEngine
 from timing import in_time
 
-from services.api import rendering, seeing
+from services.api import choices, rendering, seeing
 from services.api.embedded import EmbeddedStore
 from services.api.errors import TemplateRefused
 from services.api.pictures import Picture
@@ -96,3 +98,32 @@ def test_slow_servers_of_pictures_hold_up_nobody_s_prompt(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(seeing, "fetch", slow)
     asyncio.run(work())
+
+
+@pytest.mark.parametrize("patience_s", [600, 0])
+def test_an_answer_of_several_is_not_lost_to_a_full_queue(
+    start_api: Callable[..., RunningApi],
+    engine: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    patience_s: float,
+) -> None:
+    """Others were let in while the first one was made."""
+    api = start_api(read_ahead=False)
+    monkeypatch.setattr(choices, "PATIENCE_S", patience_s)
+    full = Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", "queue_full", retry_after_s="1")
+    said = {0: "", 1: ""}
+
+    def read_all() -> None:
+        messages: Any = [{"role": "user", "content": "Hi"}]
+        for event in api.openai().chat.completions.create(model="demo", messages=messages, n=2, stream=True):
+            if not any(said.values()):
+                engine.failure = full
+            said[event.choices[0].index] += event.choices[0].delta.content or ""
+
+    if patience_s:
+        read_all()
+        assert len(engine.calls) == 3, "the second one asked twice"
+    else:
+        with pytest.raises(openai.APIError, match="full"):
+            read_all()
+    assert said == {0: "Hello there, friend.", 1: "Hello there, friend." if patience_s else ""}
