@@ -27,7 +27,7 @@ def test_a_line_of_who_never_comes_back_keeps_no_seat_empty() -> None:
     for sequence in inside[: 2 * QUEUE]:
         door.leave(sequence)
     door.enter("newcomer")  # the seats are taken, and nobody would be there for the next
-    with pytest.raises(QueueFullError, match="^3 requests are .* waiting, and places are kept for 50 users who asked"):
+    with pytest.raises(QueueFullError, match=r"^3 requests are .* waiting, and places are kept for 50 users who asked"):
         door.enter("another")
     door.leave(inside[-1])
     door.enter("another")
