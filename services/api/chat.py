@@ -140,8 +140,9 @@ class Chats:
         return choices
 
     async def _open_answer(self, request: ChatRequest, caller: Caller, choice: int) -> Answer:
-        """On the engine that owns the dialog, or on another one if that is gone or full."""
-        trouble: ApiError | None = None
+        """On the engine that owns the dialog, or on another one if that is gone or full. If all are, the client hears
+        of the full one that has room first."""
+        troubles: list[ApiError] = []
         async for engine, info in self.engines.answering(_owner(request)):
             try:
                 for _ in range(MOST_TRIES - 1):
@@ -149,9 +150,8 @@ class Chats:
                         return await self._answer_at(engine, info, request, caller, choice)
                 return await self._answer_at(engine, info, request, caller, choice)
             except (EngineLost, QueueFull) as error:
-                trouble = error
-        assert trouble is not None
-        raise trouble
+                troubles.append(error)
+        raise min(troubles, key=lambda one: (isinstance(one, EngineLost), one.retry_after_s or 0))
 
     async def _answer_at(
         self, engine: Engine, info: pb.InfoResponse, request: ChatRequest, caller: Caller, choice: int

@@ -10,7 +10,7 @@ import re
 import time
 from collections import Counter as Sums
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -229,10 +229,11 @@ class Metrics:
         if time.monotonic() - self._glanced_at < GLANCE_S:
             return
         self._glanced_at = time.monotonic()
-        self.memory_used["ram",].set(resident_bytes())
-        written = written_bytes()
-        self.written_bytes.inc(written - self._written_seen_bytes)
-        self._written_seen_bytes = written
+        with suppress(OSError):  # too many files are open, say: no reason to end an engine
+            self.memory_used["ram",].set(resident_bytes())
+            written = written_bytes()
+            self.written_bytes.inc(max(0, written - self._written_seen_bytes))
+            self._written_seen_bytes = max(self._written_seen_bytes, written)
         if self._card is not None:
             figures = self._card()
             self.memory_used["vram",].set(figures.memory_used_bytes)

@@ -116,6 +116,19 @@ def test_a_full_engine_passes_its_dialogs_on(api: RunningApi, engine: ScriptedEn
     assert len(other.calls) == calls + 1
 
 
+@pytest.mark.parametrize("waits_s", [("7", "30"), ("30", "7"), ("7", None), (None, "7")])
+def test_with_all_engines_full_a_client_hears_of_the_one_with_room_first(
+    api: RunningApi, engine: ScriptedEngine, other: ScriptedEngine, waits_s: tuple[str | None, str | None]
+) -> None:
+    """None: gone."""
+    for one, wait_s in zip((engine, other), waits_s, strict=True):
+        full = Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", "queue_full", retry_after_s=wait_s)
+        one.failure = full if wait_s else Failure(grpc.StatusCode.UNAVAILABLE)
+    body = {"model": "demo", "messages": [user("Hello")]}
+    answer = api.client.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
+
+
 def test_a_client_s_mistake_is_not_passed_on(api: RunningApi, engine: ScriptedEngine, other: ScriptedEngine) -> None:
     """The control: only an engine that is gone or full is passed over."""
     dialog, _ = owned_by(api, engine)

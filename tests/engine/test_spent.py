@@ -2,12 +2,14 @@
 
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
 from toy_engine import INFO, ToyExperts
 
 from kernels.experts.device.times import Times
+from services.engine import process
 from services.engine.gpu import nvml
 from services.engine.gpu.counts import DeviceCounts, Sizes, brought, decoded, swept
 from services.engine.metrics import Metrics, owner
@@ -153,6 +155,35 @@ def test_what_a_gpu_did_is_counted_by_phase() -> None:
     assert value("memory_used_bytes", kind="vram") == 7 << 30
     assert (value("memory_used_bytes", kind="ram") or 0) > 1 << 20
     assert (value("gpu_temperature_celsius"), value("gpu_power_watts"), value("gpu_busy_ratio")) == (61, 140, 0.75)
+
+
+def test_figures_of_the_process_that_cannot_be_read_stay_as_they_were(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Too many files are open, say: no reason to end an engine."""
+    registry = CollectorRegistry()
+    metrics = Metrics(INFO, ToyExperts(), registry)
+    labels = {"model_name": INFO.model}
+
+    def glance() -> tuple[float | None, float | None]:
+        metrics._glanced_at = float("-inf")
+        metrics.glance()
+        ram = registry.get_sample_value("thimble_memory_used_bytes", {**labels, "kind": "ram"})
+        return ram, registry.get_sample_value("thimble_disk_written_bytes_total", labels)
+
+    (tmp_path / "io").write_text("write_bytes: 5000\n")
+    (tmp_path / "statm").write_text("9 7 1\n")
+    monkeypatch.setattr(process, "SELF", tmp_path)
+    metrics._written_seen_bytes = 2000
+    ram, written = glance()
+    assert ram
+    assert written == 3000
+    for name in ("io", "statm"):
+        (tmp_path / name).rename(tmp_path / "away")
+        assert glance() == (ram, written)
+        (tmp_path / "away").rename(tmp_path / name)
+    (tmp_path / "io").write_text("write_bytes: 5001\n")
+    assert glance() == (ram, written + 1), "nothing is counted twice"
 
 
 def test_an_owner_has_no_numbers() -> None:
