@@ -24,6 +24,7 @@ from services.api.logs import EXTRA
 from services.api.metrics import Metrics
 from services.api.middleware import REQUEST_ID, Guarded, Observed, error_response
 from services.api.model_folder import ModelFolder, load_model_folder
+from services.api.naming import Naming
 from services.api.openapi import publish
 from services.api.records import RecordMemory
 from services.api.responses_memory import ResponseMemory
@@ -143,10 +144,10 @@ def _build_chats(
     memory = RecordMemory()
     exchange = Exchange(config.exchange_dir)
     spilling = Spilling(disk, store, metrics, config.snapshot_disk_rest_s) if disk and store else None
-    snapshots = Snapshots(
-        folder, store, memory, metrics, config.snapshot_min_tokens, config.snapshot_every_tokens, exchange, spilling
-    )
-    saving = Saving(folder, store, memory, metrics, config.snapshot_writes, config.snapshot_write_s, spilling)
+    naming = Naming()
+    cuts = (config.snapshot_min_tokens, config.snapshot_every_tokens)
+    snapshots = Snapshots(folder, store, memory, metrics, *cuts, exchange, naming, spilling)
+    saving = Saving(folder, store, memory, metrics, config.snapshot_writes, config.snapshot_write_s, naming, spilling)
     ahead = Ahead(folder, snapshots, saving, metrics, config.request_timeout_s) if config.read_ahead else None
     limits = (config.default_max_tokens, config.request_timeout_s)
     return Chats(folder, engines, snapshots, saving, ahead, metrics, *limits, may_fetch=config.fetch_pictures)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from services.api.errors import ApiError
 from services.api.keys import boundary_keys
 from services.api.metrics import Metrics
 from services.api.model_folder import ModelFolder
+from services.api.naming import Naming
 from services.api.records import Head, Record, RecordMemory
 from services.api.shown import named_places
 from services.api.snapshots import Plan
@@ -46,9 +47,11 @@ class Saving:
         metrics: Metrics,
         at_once: int,
         within_s: float,
+        naming: Naming,
         spilling: Spilling | None = None,
     ) -> None:
         self._spilling = spilling
+        self._naming = naming
         self._tokenizer = folder.tokenizer
         self._template = folder.template
         self._store = store
@@ -75,6 +78,8 @@ class Saving:
         stored then, and the end of the answer is not.
         """
 
+        named = self._naming.begin(plan.keys)
+
         async def save() -> None:
             end = None
             try:
@@ -85,13 +90,17 @@ class Saving:
             except BaseException:
                 generation.cancel()
                 raise
-            await self._save(plan, generation, end, tuple(taken), ahead)
+            finally:
+                self._note_all(plan, end, taken)
+                named()
+            await self._save(plan, generation, end, ahead)
 
         self._begin(save())
 
     def take_end(self, plan: Plan, generation: Generation, key: bytes, taken: Sequence[pb.StateRef]) -> None:
         """The same for a prompt that was read to its end, which `key` names."""
-        self._begin(self._save(plan, generation, (key, plan.ids), tuple(taken), None))
+        self._note_all(plan, (key, plan.ids), taken)
+        self._begin(self._save(plan, generation, (key, plan.ids), None))
 
     def _begin(self, saving: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(saving)
@@ -118,13 +127,10 @@ class Saving:
         plan: Plan,
         generation: Generation,
         answer: "_Answered | None",
-        taken: Sequence[pb.StateRef],
         ahead: Callable[[], None] | None,
     ) -> None:
         began = time.perf_counter()
         try:
-            for ref in taken:
-                self._note(plan, answer, pb.SnapshotHead(state=ref))
             if ahead is not None:
                 ahead()
             async with asyncio.timeout(self._within_s), self._turns:
@@ -139,6 +145,10 @@ class Saving:
             log.warning("snapshots of an answer were not stored: %s", str(error) or "it took too long")
         finally:
             generation.cancel()
+
+    def _note_all(self, plan: Plan, answer: "_Answered | None", taken: Iterable[pb.StateRef]) -> None:
+        for ref in taken:
+            self._note(plan, answer, pb.SnapshotHead(state=ref))
 
     def _note(self, plan: Plan, answer: "_Answered | None", head: pb.SnapshotHead) -> tuple[bytes, Record] | None:
         """Remember a state under the text it has read. None if no later request would look for it."""

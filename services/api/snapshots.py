@@ -24,6 +24,7 @@ from services.api.exchange import Exchange, LendingError
 from services.api.keys import boundary_keys, space_of
 from services.api.metrics import Metrics
 from services.api.model_folder import ModelFolder
+from services.api.naming import Naming
 from services.api.places import places
 from services.api.records import Head, Record, RecordMemory
 from services.api.shown import Shown, named_places
@@ -95,9 +96,11 @@ class Snapshots:
         min_tokens: int,
         every_tokens: int,
         exchange: Exchange,
+        naming: Naming,
         spilling: Spilling | None = None,
     ) -> None:
         self._spilling = spilling
+        self._naming = naming
         self._tokenizer = folder.tokenizer
         self._template = folder.template
         self._store = store
@@ -119,6 +122,7 @@ class Snapshots:
         inside = places(prompt.text, self._every_tokens, prompt.history_end or len(prompt.text))
         boundaries = [*prompt.boundaries, *inside]
         keys = boundary_keys(space, prompt.text, boundaries, named_places(prompt.text, prompt.shown))
+        await self._naming.ended(keys.values())
         found, older, stored = await self._find(prompt, keys)
         reach = max((offset for offset, one in found.items() if one.sendable), default=0)
         if self._spilling is not None and await self._spilling.bring_back(keys, reach):
