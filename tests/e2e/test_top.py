@@ -47,7 +47,9 @@ def test_it_shows_what_is_going_on(stack: Running, capsys: pytest.CaptureFixture
     assert tiers, said
     assert float(tiers[1]) + float(tiers[2]) == pytest.approx(100, abs=0.2)
     assert float(tiers[1]) > 50, "every expert has a slot"
-    assert re.search(r"^RAM +0\.\d+ GB used; planned: .*dense weights 0\.\d+, others 0\.\d+$", said, re.MULTILINE), said
+    ram = re.search(r"^RAM +(\d\.\d+) GB used; planned: .*dense weights 0\.\d+, others 0\.\d+$", said, re.MULTILINE)
+    assert ram, said
+    assert 0.1 < float(ram[1]) < 2.5, "less than is planned: other tests have left states there, up to a GB"
     assert re.search(r"^snapshots +[\d.]+ of [\d.]+ GB in the store", said, re.MULTILINE), said
     assert "PCIe" not in said
     assert "\033" not in said
