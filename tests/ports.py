@@ -1,9 +1,11 @@
 """Ports for processes that are told theirs, and come back on them: nobody else gets one meanwhile.
 
 A free port that is asked of the kernel and given back is soon somebody else's: it takes ports for every connection from
-the same range. So these lie outside that range, and each is kept by a name that a process of tests holds to its end.
+the same range. So these lie outside that range, if there are any, and each is kept by a name that a process of tests
+holds to its end.
 """
 
+import atexit
 import itertools
 import os
 import random
@@ -14,16 +16,23 @@ FIRST, END = 10_000, 65_536
 _kept: list[socket.socket] = []
 
 
+@atexit.register
+def _give_back() -> None:
+    while _kept:
+        _kept.pop().close()
+
+
 def free_ports(count: int) -> list[int]:
     """Of this machine alone (127.0.0.1)."""
-    return list(itertools.islice(filter(_is_ours, _candidates()), count))
-
-
-def _candidates() -> list[int]:
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    ports = [port for port in range(FIRST, END) if not low <= port <= high]
-    random.Random(os.getpid()).shuffle(ports)
-    return ports
+    return list(itertools.islice(filter(_is_ours, _candidates(low, high)), count))
+
+
+def _candidates(low: int, high: int) -> list[int]:
+    """Those that the kernel takes, from `low` to `high`, come last."""
+    chance = random.Random(os.getpid())
+    ports = sorted(range(FIRST, END), key=lambda port: chance.random())
+    return sorted(ports, key=lambda port: low <= port <= high)
 
 
 def _is_ours(port: int) -> bool:

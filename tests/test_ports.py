@@ -32,6 +32,12 @@ def test_the_kernel_gives_them_to_no_connection() -> None:
         assert low <= asked.getsockname()[1] <= high, "the control"
 
 
+def test_where_the_kernel_takes_all_of_them_there_are_some_too() -> None:
+    assert len(set(ports._candidates(1024, 65_535))) == ports.END - ports.FIRST
+    first = ports._candidates(20_000, 60_000)[:100]
+    assert not any(20_000 <= port <= 60_000 for port in first)
+
+
 def test_no_other_process_gets_them_as_long_as_this_one_lives() -> None:
     path = os.pathsep.join((str(Path(ports.__file__).parent), *sys.path))
     with subprocess.Popen(
