@@ -1,6 +1,6 @@
 """Pictures of the dashboards, from what a real Prometheus says of a real stack under a mixed load, into a folder:
 
-    PYTHONPATH=. .venv/bin/python tests/e2e/draw_dashboards.py grafana/pictures
+    PYTHONPATH=.:tests/drills .venv/bin/python tests/e2e/draw_dashboards.py grafana/pictures
 
 The stack is as `make up` starts it, with the demo model, but with room for fewer than half of the experts and for few
 snapshots, and with a folder for states, so that disks have something to do. Each panel's queries are the dashboard's,
