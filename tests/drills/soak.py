@@ -24,6 +24,7 @@ from services.tools.repack import repack
 
 DEMO = Path(__file__).parents[2] / "demo"
 SIDE_BY_SIDE = 3
+CROWD = 4 * SIDE_BY_SIDE
 QUESTIONS = (
     "Tell me a short story about a fox.",
     "What is {seed} + 3?",
@@ -94,7 +95,11 @@ def drill(store: Path, folder: Path, minutes: float, share: float = 0.0, device:
             return list(pool.map(lambda seed: dialog(fleet, seed), range(SIDE_BY_SIDE)))
 
         first = one_round()
-        one_round()  # what is only started once has started: pools, connections, the first dump of a state
+        one_round()  # what is only started once has started: the first dump of a state
+        # Pools open one more connection when all of them are in use at once, be it after an hour: they get all that
+        # they will ever need here.
+        with concurrent.futures.ThreadPoolExecutor(CROWD) as crowd:
+            list(crowd.map(lambda seed: dialog(fleet, seed), range(CROWD)))
         pids = {name: fleet.pid(name) for name in fleet.names}
         began = said = time.monotonic()
         until = began + 60 * minutes

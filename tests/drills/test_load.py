@@ -90,6 +90,9 @@ def test_a_leak_is_a_slope_and_a_handle_too_many_is_counted() -> None:
     leaking = [Sample(float(n), 10**9 + n * 10**6, 20 + n // 60, 8 + n // 100) for n in range(120)]
     assert 5 < growth(leaking).rss_percent_a_minute < 6, "a MB a second of a GB"
     assert (growth(leaking).handles, growth(leaking).threads) == (1, 1)
+    assert growth(leaking).handles_kept == 1
+    passing = [Sample(float(n), 10**9, 21 if n == 100 else 20, 8) for n in range(120)]
+    assert (growth(passing).handles, growth(passing).handles_kept) == (1, 0)
     filled = [Sample(float(n), min(10**9, 10**7 * n), 20, 8) for n in range(240)]
     assert growth(filled).rss_percent_a_minute == 0.0, "a cache that was filled in the first half"
 

@@ -112,7 +112,7 @@ def cpu_s(pid: int) -> float:
 @dataclass(frozen=True)
 class Growth:
     """Memory's slope over the last half; of the rest, how much more the last half had at its most than the first half
-    at its most."""
+    at its most. Of handles also how many more there were at the least: those that stayed, and were not in passing."""
 
     rss_percent_a_minute: float
     rss_mb: float  # at the end
@@ -122,6 +122,7 @@ class Growth:
     vram_bytes: int = 0
     most_locked_mb: float = 0.0
     most_vram_mb: float = 0.0
+    handles_kept: int = 0
 
     def __str__(self) -> str:
         said = [f"{self.rss_mb:.0f} MB {self.rss_percent_a_minute:+.2f} %/min"]
@@ -129,7 +130,7 @@ class Growth:
             said.append(f"{self.most_locked_mb:.1f} MB locked {self.locked_bytes:+d} bytes")
         if self.most_vram_mb:
             said.append(f"{self.most_vram_mb:.0f} MB of the GPU {self.vram_bytes:+d} bytes")
-        return ", ".join([*said, f"handles {self.handles:+d}, threads {self.threads:+d}"])
+        return ", ".join([*said, f"handles {self.handles:+d} (kept {self.handles_kept:+d}), threads {self.threads:+d}"])
 
 
 def growth(samples: list[Sample]) -> Growth:
@@ -152,4 +153,5 @@ def growth(samples: list[Sample]) -> Growth:
         vram_bytes=more(lambda one: one.vram_bytes),
         most_locked_mb=max(one.locked_bytes for one in samples) / 1e6,
         most_vram_mb=max(one.vram_bytes for one in samples) / 1e6,
+        handles_kept=min(one.handles for one in last) - min(one.handles for one in first),
     )
