@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import redis
 from running_api import MODEL_DIR, PATIENT_MS, RunningApi
 from scripted_engine import ScriptedEngine
 
@@ -59,3 +60,10 @@ def api(start_api: Callable[..., RunningApi]) -> RunningApi:
 def store() -> Iterator[EmbeddedStore]:
     with EmbeddedStore(64) as embedded:
         yield embedded
+
+
+@pytest.fixture
+def client(store: EmbeddedStore) -> Iterator["redis.Redis"]:
+    """Of the store, beside the api's own."""
+    with redis.Redis.from_url(store.url) as connected:
+        yield connected

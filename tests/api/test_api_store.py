@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import redis
 from running_api import PATIENT_MS, RunningApi
 from scripted_engine import ScriptedEngine
 from slow_proxy import SlowProxy
@@ -34,12 +33,6 @@ def chat(api: RunningApi, *messages: dict[str, Any]) -> tuple[Any, int]:
     assert reply["choices"][0]["message"]["content"] == "Hello there, friend."
     api.saved()
     return reply, reply["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-@pytest.fixture
-def client(store: EmbeddedStore) -> Iterator["redis.Redis"]:
-    with redis.Redis.from_url(store.url) as connected:
-        yield connected
 
 
 @pytest.fixture

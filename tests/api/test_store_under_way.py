@@ -3,11 +3,10 @@
 import asyncio
 import contextlib
 from array import array
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import redis
 
 from services.api import store as store_module
 from services.api.embedded import EmbeddedStore
@@ -15,12 +14,6 @@ from services.api.records import Head, Record
 from services.api.store import CHUNK_BYTES, WINDOW_CHUNKS, Store, StoreRefused
 
 ROUNDS, LOOKS, WRITERS = 40, 40, 4
-
-
-@pytest.fixture
-def client(store: EmbeddedStore) -> Iterator["redis.Redis"]:
-    with redis.Redis.from_url(store.url) as connected:
-        yield connected
 
 
 async def write_while_evicting(store: Store, client: Any, evict_before: int) -> None:

@@ -3,6 +3,7 @@
 import re
 import threading
 
+import httpx
 import pytest
 from running import Reply, Running, user
 
@@ -13,6 +14,13 @@ def top(stack: Running, capsys: pytest.CaptureFixture[str], every_s: float, api:
     words = ["top", "--once", "--every", str(every_s), "--engine", stack.engine_metrics_url, "--api", api or stack.url]
     assert main(words) == 0
     return capsys.readouterr().out
+
+
+def engine_ram_gb(stack: Running) -> float:
+    text = httpx.get(stack.engine_metrics_url).text
+    found = re.search(r'^thimble_memory_used_bytes\{.*kind="ram".*\} (\S+)$', text, re.MULTILINE)
+    assert found, text
+    return float(found[1]) / 1e9
 
 
 def test_it_shows_what_is_going_on(stack: Running, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +57,7 @@ def test_it_shows_what_is_going_on(stack: Running, capsys: pytest.CaptureFixture
     assert float(tiers[1]) > 50, "every expert has a slot"
     ram = re.search(r"^RAM +(\d\.\d+) GB used; planned: .*dense weights 0\.\d+, others 0\.\d+$", said, re.MULTILINE)
     assert ram, said
-    assert 0.1 < float(ram[1]) < 2.5, "less than is planned: other tests have left states there, up to a GB"
+    assert float(ram[1]) == pytest.approx(engine_ram_gb(stack), abs=0.1), "as much as the engine itself says"
     assert re.search(r"^snapshots +[\d.]+ of [\d.]+ GB in the store", said, re.MULTILINE), said
     assert "PCIe" not in said
     assert "\033" not in said
