@@ -46,15 +46,19 @@ class Report:
         )
 
 
-def drill(store: Path, folder: Path, engines: Sequence[str], times: int, load_clients: int) -> Report:
+def drill(
+    store: Path, folder: Path, engines: Sequence[str], times: int, load_clients: int, device: str = "cpu"
+) -> Report:
     report = Report()
     for name in ("reference", *engines):
         (folder / name).mkdir()
-    with Fleet(store, folder / "reference", engines=1, redis_mb=0, **WORKERS, **REFERENCE) as reference:
+    with Fleet(
+        store, folder / "reference", engines=1, redis_mb=0, ENGINE_DEVICE=device, **WORKERS, **REFERENCE
+    ) as reference:
         expected = expected_answers(reference.url)
     for number, name in enumerate(engines):
         share = times * (number + 1) // len(engines) - times * number // len(engines)
-        settings = WORKERS | ENGINES[name]
+        settings = WORKERS | {"ENGINE_DEVICE": device} | ENGINES[name]
         stored = {} if "ENGINE_HOT_STATES_GB" in settings else {"redis_mb": 64}
         with Fleet(store, folder / name, engines=1, **({"redis_mb": 0} | stored), **settings) as fleet:  # type: ignore[arg-type]
             asking(report, fleet, name, share, load_clients, expected)
@@ -103,14 +107,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=100)
     parser.add_argument("--clients", type=int, default=4, help="that make the load (default: 4)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         store = repack(DEMO, Path(name) / "demo", say=lambda text: None).folder
-        report = drill(store, Path(name), list(ENGINES), args.times, args.clients)
+        report = drill(store, Path(name), list(ENGINES), args.times, args.clients, args.device)
     print(report, *report.wrong[:10], *report.trouble[:10], sep="\n")
     if args.out:
-        note = f"demo model, tokens and log probabilities to the bit; {report}"
+        note = f"demo model on {args.device}, tokens and log probabilities to the bit; {report}"
         figures.append(args.out, "determinism.wrong", len(report.wrong), "answers", note)
     return 1 if report.wrong or report.trouble else 0
 

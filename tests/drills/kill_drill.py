@@ -211,16 +211,17 @@ def _judge(report: Report, reply: Any, expected: Any, read: list[tuple[float, in
 
 
 @contextlib.contextmanager
-def fleets(store: Path, folder: Path) -> Iterator[tuple[Fleet, Fleet]]:
+def fleets(store: Path, folder: Path, device: str = "cpu") -> Iterator[tuple[Fleet, Fleet]]:
     """The one whose members die, and the one they are held against."""
     for name in ("fleet", "reference"):
         (folder / name).mkdir()
     lent = {"ENGINE_EXCHANGE_DIR": str(folder / "lent"), "API_EXCHANGE_DIR": str(folder / "lent")}
     bare = {"ENGINE_HOT_STATES_GB": "0", "API_READ_AHEAD": "false"}
+    on = {"ENGINE_DEVICE": device, "ENGINE_WORKERS": "1"}
     patient = {"API_REDIS_TIMEOUT_MS": "5000"}  # a store that is slow on a busy machine loses nothing, but is not asked
     with (
-        Fleet(store, folder / "fleet", ENGINE_WORKERS="1", ENGINE_HOT_STATES_GB="0.05", **patient, **lent) as fleet,
-        Fleet(store, folder / "reference", engines=1, redis_mb=0, ENGINE_WORKERS="1", **bare) as reference,
+        Fleet(store, folder / "fleet", ENGINE_HOT_STATES_GB="0.05", **on, **patient, **lent) as fleet,
+        Fleet(store, folder / "reference", engines=1, redis_mb=0, **on, **bare) as reference,
     ):
         yield fleet, reference
 
@@ -232,17 +233,18 @@ def main() -> int:
     parser.add_argument("--bystanders", type=int, default=0, help="clients that ask meanwhile")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no dialog after this")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         store = repack(DEMO, Path(name) / "demo", say=lambda text: None).folder
-        with fleets(store, Path(name)) as (fleet, reference):
+        with fleets(store, Path(name), args.device) as (fleet, reference):
             say = partial(print, flush=True)
             limits = (args.minutes, args.each, args.bystanders)
             report = drill(fleet, reference, args.turns, args.seed, say, *limits)
     print(report, *report.failures, sep="\n")
     if args.out:
-        note = f"demo model, two engines; {report}"
+        note = f"demo model on {args.device}, two engines; {report}"
         figures.append(args.out, "snapshot.drill_wrong", report.wrong, "answers", note)
         figures.append(args.out, "snapshot.drill_lost", report.lost, "dialogs", note)
     return 1 if report.failures else 0

@@ -87,22 +87,25 @@ def warm_up(fleet: Fleet, expected: dict[Question, list[tuple[str, float]]]) -> 
     settle(fleet)
 
 
-def drill(store: Path, folder: Path, levels: tuple[int, ...], full: int, seconds: float) -> list[tuple[str, Level]]:
+def drill(
+    store: Path, folder: Path, levels: tuple[int, ...], full: int, seconds: float, device: str = "cpu"
+) -> list[tuple[str, Level]]:
     """A level after the other with room for all, then `full` clients where there is not (0: none). There, who comes
     back at the right moment gets more: fairness is for those who were let in."""
+    on = {"ENGINE_DEVICE": device, **WORKERS}
     for name in ("reference", "roomy", "short"):
         (folder / name).mkdir()
-    with Fleet(store, folder / "reference", engines=1, redis_mb=0, **WORKERS, **REFERENCE) as reference:
+    with Fleet(store, folder / "reference", engines=1, redis_mb=0, **on, **REFERENCE) as reference:
         expected = expected_answers(reference.url)
     found = []
     if levels:
-        with Fleet(store, folder / "roomy", engines=1, **WORKERS, **ROOMY) as fleet:
+        with Fleet(store, folder / "roomy", engines=1, **on, **ROOMY) as fleet:
             warm_up(fleet, expected)
             for clients in levels:
                 found.append((f"clients{clients}", level(fleet, clients, seconds, expected)))
                 print(found[-1][1], flush=True)
     if full:
-        with Fleet(store, folder / "short", engines=1, **WORKERS, **SHORT) as fleet:
+        with Fleet(store, folder / "short", engines=1, **on, **SHORT) as fleet:
             warm_up(fleet, expected)
             found.append((f"full{full}", level(fleet, full, seconds, expected)))
             print(f"queue of {SHORT['ENGINE_QUEUE_LIMIT']}: {found[-1][1]}", flush=True)
@@ -116,17 +119,18 @@ def main() -> int:
         "--levels", default="1,4,16,64", help="clients; empty: only the short queue (default: 1,4,16,64)"
     )
     parser.add_argument("--short", type=int, default=MOST_CLIENTS, help="clients at the short queue; 0: none")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         store = repack(DEMO, Path(name) / "demo", say=lambda text: None).folder
         levels = tuple(map(int, filter(None, args.levels.split(","))))
-        found = drill(store, Path(name), levels, args.short, args.seconds)
+        found = drill(store, Path(name), levels, args.short, args.seconds, args.device)
         for log in sorted(Path(name).glob("*/*.log")):  # gone with the folder, and one in thousands is not met again
             for line in filter(complains, log.read_text(errors="replace").splitlines()):
                 print(f"{log.parent.name}/{log.name}: {line}")
     for title, one in found if args.out else []:
-        note = f"demo model, {one}"
+        note = f"demo model on {args.device}, {one}"
         figures.append(args.out, f"load.{title}.wrong", one.seen.wrong, "answers", note)
         figures.append(args.out, f"load.{title}.hangs", one.seen.hangs, "requests", note)
         figures.append(args.out, f"load.{title}.most_over_least", one.fairness, "ratio", note)

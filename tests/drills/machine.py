@@ -75,9 +75,9 @@ class Troubled:
 
 
 @contextmanager
-def troubled(store: Path, folder: Path) -> Iterator[Troubled]:
+def troubled(store: Path, folder: Path, device: str = "cpu") -> Iterator[Troubled]:
     trouble = Trouble(folder)
-    own = {"ENGINE_TRACE": str(folder / "own.trace"), "ENGINE_WARM_DIR": str(folder / "warm")}
+    own = {"ENGINE_DEVICE": device, "ENGINE_TRACE": str(folder / "own.trace"), "ENGINE_WARM_DIR": str(folder / "warm")}
     with Fleet(store, folder, engines=1, more=trouble.environ, **SETTINGS, **own) as fleet:
         expected = expected_answers(fleet.url)
         yield Troubled(fleet, trouble, expected, ask(fleet, 3.0, expected), folder)
@@ -155,17 +155,20 @@ DRILLS = {"clock": clock_drill, "disk": disk_drill, "full": full_drill}
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300, help="of each (default: 300)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
     args = parser.parse_args()
     reports = {}
     with tempfile.TemporaryDirectory() as name:
         store = repack(DEMO, Path(name) / "demo", say=lambda text: None).folder
-        with troubled(store, Path(name)) as it:
+        with troubled(store, Path(name), args.device) as it:
             for title, drill in DRILLS.items():
                 reports[title] = drill(it, args.seconds)
                 print(reports[title], flush=True)
     for title, report in reports.items() if args.out else ():
-        figures.append(args.out, f"machine.{title}.wrong", report.during.wrong, "answers", f"demo model; {report}")
+        figures.append(
+            args.out, f"machine.{title}.wrong", report.during.wrong, "answers", f"demo model on {args.device}; {report}"
+        )
     return 0 if all(report.sound for report in reports.values()) else 1
 
 

@@ -112,7 +112,7 @@ def drill(store: Path, folder: Path, minutes: float, share: float = 0.0, device:
                     time.sleep(max(0.0, min(rest_s, until - time.monotonic())))
                 if time.monotonic() > said + SAY_EVERY_S:
                     said = time.monotonic()
-                    now = ", ".join(f"{name} {one[-1].rss_bytes / 1e6:.1f} MB" for name, one in vitals.samples.items())
+                    now = "; ".join(f"{name} {vitals.growth(name)}" for name in fleet.names)
                     print(f"{(said - began) / 60:.0f} minutes, {report.rounds} rounds: {now}", flush=True)
         report.minutes = (time.monotonic() - began) / 60
         report.growths = {name: vitals.growth(name) for name in fleet.names}
