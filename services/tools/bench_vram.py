@@ -23,7 +23,7 @@ from kernels.experts.host.binding import Host
 from kernels.workers.pool import Workers, default_threads
 from services.engine.experts.store import Store
 from services.engine.experts.streamer import catalog
-from services.engine.gpu import ledger, limits
+from services.engine.gpu import ledger
 from services.engine.gpu.ledger import MIB
 from services.engine.gpu.locking import measured_share
 from services.engine.gpu.memory import DevicePool
@@ -58,7 +58,6 @@ def run(args: argparse.Namespace) -> int:
         return 2
     torch.set_num_threads(1)
     with Ballast(args.free_mib):
-        usable_device()
         bench = Bench(args, args.free_mib * MIB)
         bench.context()
         bench.locked(args.locked)
@@ -92,10 +91,11 @@ class Bench:
             figures.append(self.args.out, name, value, unit, f"{what}, {made}")
 
     def context(self) -> None:
-        torch.zeros(1, device="cuda")
         self.say("vram.context_mib", self.take(), "MiB", "context", ledger.CONTEXT_BYTES / MIB)
-        whole = limits.lower()
-        self.say("vram.limits_mib", -self.take(), "MiB", f"given back by lower limits, {'all' if whole else 'not all'}")
+        usable_device()
+        self.say("vram.limits_mib", -self.take(), "MiB", "given back by lower limits")
+        torch.zeros(1, device="cuda")
+        self.say("vram.torch_mib", self.take(), "MiB", "torch's first kernel")
 
     def locked(self, gib: int) -> None:
         share, counted = measured_share() * 1024, ledger.LOCKED_SHARE * 1024

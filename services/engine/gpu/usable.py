@@ -9,11 +9,13 @@ from pathlib import Path
 
 import torch
 
-from services.engine.errors import DeviceError
+from services.engine.errors import DeviceError, MemoryPlanError
+from services.engine.gpu import limits
 
 
 def usable_device() -> torch.device:
-    """The current CUDA device. Raises DeviceError, which says what is missing."""
+    """The current CUDA device, in a context that sets no more aside than our kernels need. Raises DeviceError, which
+    says what is missing, or MemoryPlanError if the card has no room for a context."""
     if not torch.cuda.is_available():
         built = torch.version.cuda
         reason = (
@@ -31,7 +33,19 @@ def usable_device() -> torch.device:
             "series) or later; set THIMBLE_ENGINE_DEVICE=cpu"
         )
     check_build_tools()
+    _make_context()
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _make_context() -> None:
+    """Before anybody looks at what is free: the engine plans with that."""
+    try:
+        torch.cuda.synchronize()  # makes it; nothing has been computed
+    except torch.AcceleratorError as error:
+        if "out of memory" not in str(error):
+            raise DeviceError(f"the GPU does not work: {error}") from error
+        raise MemoryPlanError(f"the GPU has no room for a program: {error}; close what else uses the card") from error
+    limits.lower()
 
 
 def check_build_tools() -> None:
