@@ -41,7 +41,10 @@ class Reading:
         parts = [(sequence, count) for sequence, count in shared(sequences, chunk_tokens) if count]
         self.sequences = [sequence for sequence, _ in parts]
         self.tokens = [count for _, count in parts]
-        self._running = network.reading([sequence.next_segment(count) for sequence, count in parts])
+        segments = [sequence.next_segment(count) for sequence, count in parts]
+        # Where it began: some networks feed a state as they go, others at the end.
+        self._read = [segment.state.tokens for segment in segments]
+        self._running = network.reading(segments)
         self._told_at = time.perf_counter()
 
     def wanted(self, pressing: bool) -> bool:
@@ -60,9 +63,9 @@ class Reading:
             now = time.perf_counter()
             if now - self._told_at >= PROGRESS_S:
                 self._told_at = now
-                for sequence, count in zip(self.sequences, self.tokens, strict=True):
+                for sequence, count, read in zip(self.sequences, self.tokens, self._read, strict=True):
                     if sequence.state is not None and not sequence.over:
-                        tell(sequence, sequence.progress(sequence.state.tokens + int(share * count)))
+                        tell(sequence, sequence.progress(read + int(share * count)))
             if enough():
                 return None
 

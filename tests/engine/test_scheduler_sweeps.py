@@ -1,14 +1,18 @@
 """Reading in slices: its order, who shares a chunk, what a cancel and a failure cost, and what is told meanwhile."""
 
 import time
+from collections.abc import Generator
 from itertools import pairwise
 
 import pytest
 from scripted_network import LAYERS, Asked, Bench, LayeredModel
+from torch import Tensor
 from toy_engine import Gate, answer, soon, toy
 
 from services.engine import sequence
 from services.engine.errors import CancelledError, StepError, StoppingError
+from services.engine.messages import message_of
+from services.engine.model import Segment
 from services.engine.reading import PROGRESS_S, SLICE_S, shares
 from services.engine.request import Event, Failed, Finish, Progress, Request, Token
 
@@ -289,6 +293,29 @@ def test_progress_is_told_every_second_with_what_is_left(clock: list[float]) -> 
         assert event.left_ms == pytest.approx(1000 * (12.0 - spent_s), abs=3000 if event.done_tokens < 9 else 1000)
     assert told[-1].left_ms == 0
     assert all(one.left_ms > other.left_ms for one, other in pairwise(told[1:]))
+
+
+def test_progress_of_a_network_that_feeds_its_states_as_it_goes(clock: list[float]) -> None:
+    """As a card does that has no room to read in chunks: token by token. None is told of twice."""
+    bench = Bench(slice_s=60.0)
+    model = bench.model
+
+    def reading(segments: list[Segment]) -> Generator[float, None, Tensor]:
+        (segment,) = segments
+        for number, id_ in enumerate(segment.ids):
+            clock[0] += 0.6
+            logits = model._run([Segment(segment.state, [id_])])
+            yield (number + 1) / len(segment.ids)
+        return logits
+
+    model.reading = reading  # type: ignore[method-assign]
+    asked = bench.ask(*range(1, 33))
+    bench.run()
+    assert [event.done_tokens for event in asked.progress][:4] == [2, 4, 6, 8]
+    assert [event.done_tokens for event in asked.progress][-1] == 32
+    for event in asked.progress:
+        assert event.left_ms == pytest.approx(600 * (32 - event.done_tokens), abs=1000)
+        message_of(event)  # which has no negative numbers
 
 
 def test_idle_reading_breaks_off_at_a_layer_and_is_read_again() -> None:
