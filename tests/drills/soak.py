@@ -35,6 +35,7 @@ QUESTIONS = (
 SETTINGS = {"ENGINE_EXPERT_SLOTS": "150", "ENGINE_HOT_STATES_GB": "0.02"}  # small enough to be turned over
 SETTINGS |= {"ENGINE_LOCK_MEMORY": "true"}
 MOST_PERCENT_A_MINUTE = 0.1
+MOST_NEW_HANDLES = 2  # in passing: an engine reads its own figures of /proc for who asks for them, with one each
 MOST_NEW_THREADS = 2  # a pool starts one when all of it are busy at once, be it after an hour
 SAY_EVERY_S = 600.0
 MOST_NEW_LOCKED_BYTES = 0
@@ -54,8 +55,9 @@ class Report:
         """What must not be."""
         found = list(self.wrong)
         for name, one in self.growths.items():
-            if one.handles > 0 or one.threads > MOST_NEW_THREADS:
-                found.append(f"{name}: handles {one.handles:+d}, threads {one.threads:+d}")
+            if one.handles_kept > 0 or one.handles > MOST_NEW_HANDLES or one.threads > MOST_NEW_THREADS:
+                handles = f"{one.handles:+d} (kept {one.handles_kept:+d})"
+                found.append(f"{name}: handles {handles}, threads {one.threads:+d}")
             if one.locked_bytes > MOST_NEW_LOCKED_BYTES or one.vram_bytes > MOST_NEW_VRAM_BYTES:
                 found.append(f"{name}: bytes locked {one.locked_bytes:+d}, of the GPU {one.vram_bytes:+d}")
             if self.minutes >= LEAST_MINUTES and one.rss_percent_a_minute > MOST_PERCENT_A_MINUTE:

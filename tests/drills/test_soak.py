@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Gauge, start_http_server
 from soak import Report, compare
 from soak import drill as soak
 from timing import in_time
-from vitals import Growth, Vitals, driver_bytes
+from vitals import Growth, Sample, Vitals, driver_bytes, growth
 
 from services.engine.experts.store import Store
 
@@ -35,8 +35,11 @@ def test_a_soak_can_fail() -> None:
     report = Report()
     compare(report, [["a", "b"], ["c", "d"]], [["a", "b"], ["c", "x"]])
     assert [fault.split(":")[0] for fault in report.faults()] == ["round 1, dialog 1, turn 1"]
-    report = Report(minutes=120.0, growths={"api": Growth(0.2, 100.0, 0, 0), "engine0": Growth(0.01, 400.0, 1, 0)})
+    report = Report(minutes=120.0, growths={"api": Growth(0.2, 100.0, 0, 0), "engine0": Growth(0.01, 400.0, 3, 0)})
     assert len(report.faults()) == 2
+    passing = Growth(0.01, 400.0, handles=1, threads=0)
+    assert Report(growths={"engine0": passing}).faults() == []
+    assert len(Report(growths={"engine0": replace(passing, handles_kept=1)}).faults()) == 1
     for more in ({"locked_bytes": 4096}, {"vram_bytes": 4 << 20}):
         grown = replace(Growth(0.0, 400.0, 0, 0, most_locked_mb=9.0, most_vram_mb=99.0), **more)  # type: ignore[arg-type]
         assert len(Report(growths={"engine0": grown}).faults()) == 1
@@ -70,6 +73,14 @@ def test_locked_memory_and_a_gpu_s_are_seen() -> None:
     with Vitals({"me": os.getpid()}, every_s=0.02, metrics={"me": url}) as vitals:
         time.sleep(0.2)
     assert vitals.samples["me"] == [], "an engine that does not answer has no figure, not 0"
+
+
+@pytest.mark.parametrize("at", range(1, 7))
+def test_a_handle_that_stays_is_seen_whenever_it_came(at: int) -> None:
+    """But for the last quarter of the last half: it might still go."""
+    counts = [5] * at + [6] * (8 - at)
+    samples = [Sample(float(number), 1 << 20, count, 1) for number, count in enumerate(counts)]
+    assert growth(samples).handles_kept == 1
 
 
 def test_what_a_driver_has_mapped_is_locked() -> None:

@@ -112,7 +112,8 @@ def cpu_s(pid: int) -> float:
 @dataclass(frozen=True)
 class Growth:
     """Memory's slope over the last half; of the rest, how much more the last half had at its most than the first half
-    at its most. Of handles also how many more there were at the least: those that stayed, and were not in passing."""
+    at its most. Of handles also how many more there were in the last quarter at the least than in the first half at the
+    least: those that stayed, and were not in passing."""
 
     rss_percent_a_minute: float
     rss_mb: float  # at the end
@@ -153,5 +154,5 @@ def growth(samples: list[Sample]) -> Growth:
         vram_bytes=more(lambda one: one.vram_bytes),
         most_locked_mb=max(one.locked_bytes for one in samples) / 1e6,
         most_vram_mb=max(one.vram_bytes for one in samples) / 1e6,
-        handles_kept=min(one.handles for one in last) - min(one.handles for one in first),
+        handles_kept=min(one.handles for one in last[len(last) // 2 :]) - min(one.handles for one in first),
     )
