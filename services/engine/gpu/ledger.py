@@ -33,8 +33,8 @@ BUDGETS = {"nothing else on the card": CARD_MIB, "with a desktop": DESKTOP_MIB}
 MOST_SEQUENCES = 4  # rows of a step, by the kernels
 MOST_ITEMS = 32  # experts that the GPU takes of one layer, if it keeps none
 # What no tensor accounts for; `thimble bench decode` prints the driver's own figures. An empty context took 523 MiB on
-# an H200, with its 132 multiprocessors; what a gaming card takes is not measured. The engine itself goes by what is
-# free once its context exists, so that a wrong CONTEXT_BYTES cannot overfill a card.
+# an H200, with its 132 multiprocessors, 325 with lower limits (limits.py); what a gaming card takes is not measured.
+# The engine itself goes by what is free once its context exists: a wrong CONTEXT_BYTES cannot overfill a card.
 CONTEXT_BYTES = 300 * MIB
 KERNEL_BYTES = 168 * MIB  # loaded kernels and the first graph, on an H200: 181 MiB, of which 15 are LOCKED_SHARE's
 GRAPH_BYTES = 8 * MIB  # of each further number of rows, kernels and a graph: 5 MiB there (decode.peak_vram_gb)

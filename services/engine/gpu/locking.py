@@ -1,7 +1,8 @@
 """What page-locking RAM for a card takes of the card's own memory: page tables, measured before anything is planned.
 
 Drivers do not say. The same few pages are locked under one address after the other, which costs no RAM: the card's
-tables are of addresses.
+tables are of addresses. They grow by pieces, of which the last is hardly used; from piece to piece they are measured
+to a step.
 """
 
 import mmap
@@ -40,6 +41,7 @@ def measured_share(
     runtime = runtime or torch.cuda.cudart()  # type: ignore[no-untyped-call]
     assert runtime is not None
     before, locked_bytes, begun = free_bytes(), 0, time.monotonic()
+    pieces: list[tuple[int, int]] = []  # what was locked when there was one more, and what they are together
     with ExitStack() as stack:
         file = os.memfd_create("locked")
         stack.callback(os.close, file)
@@ -51,10 +53,23 @@ def measured_share(
                 break
             stack.callback(_unlock, runtime, address)
             locked_bytes += STEP_BYTES
-        taken_bytes = max(0, before - free_bytes())
+            taken_bytes = before - free_bytes()
+            if taken_bytes > (pieces[-1][1] if pieces else 0):
+                pieces.append((locked_bytes, taken_bytes))
     if locked_bytes < LEAST_STEPS * STEP_BYTES:
         return LOCKED_SHARE
-    return min((taken_bytes + GRAIN_BYTES) / locked_bytes, MOST_SHARE)
+    return min(_most(pieces, locked_bytes), MOST_SHARE)
+
+
+def _most(pieces: list[tuple[int, int]], locked_bytes: int) -> float:
+    """The share that can be behind such pieces, at most."""
+    most = ((pieces[-1][1] if pieces else 0) + GRAIN_BYTES) / locked_bytes
+    if len(pieces) < 2:
+        return most
+    # When the first came, more was needed than there was before. A step before the last came, all ahead of it were
+    # enough: what was locked in between needed no more than those.
+    between_bytes = pieces[-1][0] - STEP_BYTES - pieces[0][0]
+    return min(most, pieces[-2][1] / between_bytes) if between_bytes > 0 else most
 
 
 def _unlock(runtime: Runtime, memory: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> None:
