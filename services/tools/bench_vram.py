@@ -94,8 +94,12 @@ class Bench:
         self.say("vram.context_mib", self.take(), "MiB", "context", ledger.CONTEXT_BYTES / MIB)
         usable_device()
         self.say("vram.limits_mib", -self.take(), "MiB", "given back by lower limits")
-        torch.zeros(1, device="cuda")
+        tensor = torch.empty(1, device="cuda")
+        self.say("vram.tensor_mib", self.take(), "MiB", "the first tensor, beside it")
+        tensor.zero_()
         self.say("vram.torch_mib", self.take(), "MiB", "torch's first kernel")
+        tensor.add_(1)
+        self.say("vram.torch_again_mib", self.take(), "MiB", "torch's second")
 
     def locked(self, gib: int) -> None:
         share, counted = measured_share() * 1024, ledger.LOCKED_SHARE * 1024
