@@ -134,6 +134,20 @@ def test_a_refused_payload_costs_a_prefill_and_nothing_else(kind: str, reason: s
         assert len(t.hot) == 0
 
 
+def test_a_payload_of_a_longer_state_gets_no_room_beyond_the_requests_own() -> None:
+    """A card's tables have places for the pages of one context and no more: reading would fail later, for all."""
+    with toy() as one:
+        (offered,) = snapshots(one, *PROMPT, snapshot_at=(13,))
+        (longer,) = snapshots(one, *range(1, 50), *range(1, 50), *range(1, 50), snapshot_at=(140,))
+    with toy() as t:
+        pages: list[int] = []
+        t.model.before = lambda segments: pages.extend(len(segment.state.pages) for segment in segments)
+        call = sent(t, offered, *PROMPT, chunks=(*longer.chunks, *longer.blocks))
+        assert restores(call) == [(Source.SEND, 13), (Source.REFUSED, 13)]
+        assert call.tokens == answer(list(PROMPT), 6)
+        assert set(pages) == {1}
+
+
 def test_the_longest_useful_offer_is_taken() -> None:
     with toy() as t:
         a, b = (s.state for s in snapshots(t, *PROMPT, snapshot_at=(5, 13)))

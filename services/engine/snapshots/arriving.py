@@ -27,7 +27,7 @@ class Arriving:
         self.need = tuple(number for number, name in enumerate(ref.blocks) if name not in self.blocks)
         self._hot = hot
         self._state = state
-        self._loader = Loader(hot.payloads, state)
+        self._loader = Loader(hot.payloads, state, ref.tokens)
         self._due = list(reversed(self.need))
         self.received_bytes = 0
 

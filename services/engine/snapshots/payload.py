@@ -178,10 +178,13 @@ class Loader:
     First `feed` the own part; then `names` are known, and each block that is `missing` is to be put.
     """
 
-    def __init__(self, form: PayloadFormat, state: State) -> None:
+    def __init__(self, form: PayloadFormat, state: State, tokens: int | None = None) -> None:
+        """`tokens`: how many the state has that was offered, where there was an offer. What claims others is refused
+        before it gets room: the sequence would have more pages than there are places for in a card's tables."""
         self.names: tuple[bytes, ...] = ()
         self._form = form
         self._state = state
+        self._offered_tokens = tokens
         self._digest: Any = xxhash.xxh3_64()
         self._own_part_done = False
         self._hashed = True  # whether the target under way counts for the checksum
@@ -259,6 +262,8 @@ class Loader:
         header = bytearray(HEADER.size)
         yield memoryview(header)
         tokens = form.check_header(bytes(header), state)
+        if tokens != (self._offered_tokens or tokens):
+            raise PayloadError("snapshot: it holds another state than the one that was offered")
         state.reserve(tokens)
         ids, names = bytearray(4 * tokens), bytearray(NAME_BYTES * form.blocks(tokens))
         yield memoryview(ids)
