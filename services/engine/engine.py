@@ -83,7 +83,8 @@ class Engine:
         self._inbox: deque[tuple[Job, Sequence]] = deque()
         self._open = Admission(info.max_sequences, info.queue_limit)
         self._pressing = False  # the inbox has something that idle work gives way to
-        scheduler.pressing = lambda: self._pressing
+        # In one memory with prompts a picture cannot begin before idle work has ended.
+        scheduler.pressing = lambda: self._pressing or (scheduler.in_turns and self._looks.pending)
         scheduler.picture_begun = lambda: self._looks.begun
         scheduler.others_wait = lambda: bool(self._inbox) or self._looks.pending or self._stop_at is not None
         self._stop_at: float | None = None  # time.monotonic(); nothing is taken in once this is set

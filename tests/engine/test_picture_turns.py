@@ -78,6 +78,37 @@ def test_an_answer_goes_on_while_a_picture_is_half_read() -> None:
     assert "layer" in bench.step(2), "what was begun goes on"
 
 
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_a_picture_does_not_wait_for_what_is_read_for_nobody(in_turns: bool) -> None:
+    """Idle reading gives way at the next layer, as it does to a prompt; where each has its own memory it goes on."""
+    bench = Bench()
+    bench.scheduler.in_turns = in_turns
+    log = bench.model.log
+    grammars = Grammars(Path("none"), INFO.vocab_size, most_bytes=10_000, timeout_s=20.0)
+    engine = Engine(INFO, bench.scheduler, ToyExperts(), grammars)
+    seen = []
+
+    def picture() -> Generator[None, None, Tensor]:
+        log.append("picture")
+        yield
+        log.append("seen")
+        return torch.zeros(1)
+
+    def comes(layer: int) -> None:
+        if not seen:
+            seen.append(engine._look(picture()))
+
+    bench.model.at_layer = comes
+    try:
+        idle = Call(engine, Request("r", PROMPTS[0], 0, idle=True))
+        assert idle.finish().executed_tokens == len(PROMPTS[0])
+        assert len(seen[0].result(60)) == 1
+    finally:
+        engine.close()
+    first = log[: log.index("picture")]
+    assert first == (["read 16", "layer", "closed"] if in_turns else ["read 16", "layer"])
+
+
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_a_picture_that_nobody_waits_for_holds_nobody_up(steps: int) -> None:
     def picture() -> Generator[None, None, Tensor]:
