@@ -209,6 +209,7 @@ class Scheduler:
         self.reading.remove(sequence)
         self.metrics.idle_put_off.inc()
         sequence.put_off()
+        self.hot.trim()
         self.idle.appendleft(sequence)
 
     def _readers(self) -> list[Sequence]:

@@ -105,8 +105,9 @@ class Sequence:
             self.first_token_at = self.last_token_at
 
     def put_off(self) -> None:
-        """Idle work gives way: what was read is let go of, and read again another time."""
+        """Idle work gives way: what was read is let go of, and read again another time. So is what is owed of it."""
         self.release()
+        self.settle()
         self.began_empty = not self.cached_tokens
         self.cached_tokens = self.executed_tokens = 0
         self.reading_from = 0.0

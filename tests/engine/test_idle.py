@@ -60,6 +60,33 @@ def test_it_gives_way_within_a_chunk_and_begins_again_from_where_it_began() -> N
         assert after.tokens == answer([*ids, 3], 5), "nothing of the chunk that was broken off is left"
 
 
+SNAPSHOT, PASSING, HEADS = {"snapshot_at": (8,)}, {"passing_at": (8,)}, {"passing_at": (8,), "heads_only": True}
+
+
+@pytest.mark.parametrize("kind", [SNAPSHOT, PASSING, HEADS], ids=str)
+@pytest.mark.parametrize("hot_bytes", [1 << 20, 0])
+def test_what_was_taken_before_it_gave_way_is_owed_once(kind: dict[str, Any], hot_bytes: int) -> None:
+    """It is read again, and taken again. What the client hears of is held; without room nothing is that is not sent."""
+    with toy(hot_bytes=hot_bytes, transit_bytes=1 << 20) as t:
+        gate = Gate()
+        t.model.before = gate
+        idle = ask(t, snapshot_answer=False, **kind)
+        gate.hold(2)  # the state behind the first eight is taken
+        chat = t.ask(CHAT)
+        gate.open()
+        chat.finish()
+        finish = idle.finish()
+        assert finish.executed_tokens == 25
+        assert [snapshot.state.tokens for snapshot in finish.snapshots] == [8] * bool(hot_bytes or kind != HEADS)
+        idle.handle.cancel()
+        chat.handle.cancel()
+        if hot_bytes:
+            after = t.ask(Request("next", PROMPT, 2, offers=(finish.snapshots[0].state,)))
+            assert after.finish().cached_tokens == 8
+            assert after.tokens == answer(list(PROMPT), 2)
+        assert soon(lambda: t.hot.used_bytes <= hot_bytes)
+
+
 def test_it_waits_until_nothing_runs() -> None:
     with toy() as t:
         gate = Gate()
