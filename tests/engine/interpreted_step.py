@@ -107,8 +107,8 @@ class Experts:
         return lambda *words: None
 
 
-def decoder(dense: DeviceWeights, pool: DevicePool, rows: int) -> Decoder:
-    made, experts = Decoder.__new__(Decoder), cast(Any, Experts(rows))
+def decoder(dense: DeviceWeights, pool: DevicePool, rows: int, others: Experts | None = None) -> Decoder:
+    made, experts = Decoder.__new__(Decoder), cast(Any, others or Experts(rows))
     made.weights, made.rows, made.layers, made.turns, made.spent = dense, rows, 1, experts, experts
     made.late = made._tokens = made._last_waits_ns = 0
     made.vram = None
