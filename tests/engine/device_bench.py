@@ -55,8 +55,8 @@ def tiny_store(folder: Path) -> Store:
 
 
 class DeviceBench:
-    """`chunk_tokens` as the GPU's model has them: 0: all is read by steps. A call of `run` has a scheduler of its own,
-    whose readings stop wherever they can. `at_stop` is called there."""
+    """`chunk_tokens` as the GPU's model has them; 0: all is read token by token. Its schedulers' readings stop wherever
+    they can, and `at_stop` is called there."""
 
     def __init__(self, store: Store, chunk_tokens: int, kv: Kv = "bf16") -> None:
         experts = open_experts(store, slots=8)
