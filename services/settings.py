@@ -55,13 +55,17 @@ def describe(config: Any, secret: frozenset[str] = frozenset()) -> str:
     return "\n".join(lines)
 
 
+WANTED: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", Path: "a folder"}
+
+
 def _convert(variable: str, text: str, hint: Any) -> Any:
+    if not text.strip() and hint is not str:
+        raise SettingError(f"{variable} is empty: give {WANTED.get(hint)}, or leave the variable out")
     try:
         if hint is bool:
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
         if hint in (int, float, str, Path):
             return hint(text)
     except (ValueError, KeyError) as error:
-        wanted = "true or false" if hint is bool else hint.__name__
-        raise SettingError(f"{variable}={text!r} is not {wanted}") from error
+        raise SettingError(f"{variable}={text!r} does not fit: give {WANTED[hint]}") from error
     raise TypeError(f"{variable}: settings of type {hint} are not supported")

@@ -91,6 +91,8 @@ class ApiConfig:
             raise SettingError(f"{variable('host')} is empty: give an address, 127.0.0.1 for this machine only")
         if self.api_key and self.api_key_file:
             raise SettingError(f"both {variable('api_key')} and {variable('api_key_file')} are set: keep one")
+        if not _sendable(self.api_key):
+            raise SettingError(f"{variable('api_key')}: {KEY_LETTERS}")
         if self.log_level not in LOG_LEVELS:
             raise SettingError(f"{variable('log_level')}={self.log_level!r}: give one of {', '.join(LOG_LEVELS)}")
         scheme = urlsplit(self.redis_url).scheme
@@ -120,9 +122,12 @@ class ApiConfig:
         key = text.partition("\n")[0].strip()
         if not key:
             raise SettingError(f"{variable('api_key_file')}: the first line of {self.api_key_file} is empty")
+        if not _sendable(key):
+            raise SettingError(f"{variable('api_key_file')}: {self.api_key_file}: {KEY_LETTERS}")
         return key
 
 
+KEY_LETTERS = "clients can only send visible ASCII letters, without a space at either end: give such a key"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 LIMITS: dict[str, tuple[float, float]] = {
@@ -153,6 +158,11 @@ def variable(name: str) -> str:
 def read_config(environ: Mapping[str, str]) -> ApiConfig:
     """The settings from the environment. Raises SettingError on an unknown variable or a bad value."""
     return load(ApiConfig, PREFIX, environ)
+
+
+def _sendable(key: str) -> bool:
+    """Whether a client can send it in a header: others would be locked out without knowing why."""
+    return key == key.strip() and all(" " <= letter <= "~" for letter in key)
 
 
 def _split(text: str) -> tuple[str, ...]:

@@ -64,8 +64,9 @@ def listen(config: ApiConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         return socket.create_server((config.host, config.port), family=family, backlog=512)
-    except OSError as error:
-        raise OSError(f"cannot listen on {config.host} port {config.port}: {error.strerror}") from error
+    except (OSError, UnicodeError) as error:  # the latter of a name that cannot be one
+        why = getattr(error, "strerror", None) or error
+        raise OSError(f"cannot listen on {config.host} port {config.port}: {why}") from error
 
 
 async def serve(config: ApiConfig, app: FastAPI, listening: socket.socket) -> None:

@@ -197,8 +197,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: not found; give the folder that holds the checkpoint's config.json") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
+    except OSError as error:
+        why = error.strerror or error
+        raise CheckpointError(f"{path}: cannot be read: {why}; give the checkpoint's folder") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON: {error}; fetch the checkpoint again") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(config).__name__}")
     return config

@@ -6,6 +6,8 @@ Owns the reading and what argparse says of what is no amount; what an amount mea
 import argparse
 import math
 
+MOST = 10**15  # bytes, tokens, seconds or seeds: nobody means more
+
 
 def amount(text: str) -> float:
     """More than nothing, and finite."""
@@ -22,12 +24,19 @@ def nothing_or_more(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number") from error
     if not math.isfinite(found) or found < 0:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number that is not negative")
+    if found > MOST:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number up to {MOST:.0e}")
     return found
 
 
 def amounts(text: str) -> list[float]:
     """`12,16,20`."""
     return [amount(word) for word in text.split(",")]
+
+
+def wholes(text: str) -> list[int]:
+    """`40,512`."""
+    return [whole(word) for word in text.split(",")]
 
 
 def none_or_more(text: str) -> list[float]:
@@ -37,7 +46,7 @@ def none_or_more(text: str) -> list[float]:
 
 def whole(text: str, least: int = 1) -> int:
     """A whole number from `least` on."""
-    if not text.isdecimal() or int(text) < least:
+    if not text.isdecimal() or len(text) > len(str(MOST)) or not least <= int(text) <= MOST:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from {least} on")
     return int(text)
 

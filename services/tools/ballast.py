@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, TextIO
 
+from services.tools.amounts import count
+
 MIB = 1 << 20
 PAGE_BYTES = 2 * MIB  # what drivers allocate by
 CLOSE_ENOUGH_BYTES = 8 * MIB
@@ -163,7 +165,7 @@ class Ballast:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--free-mib", type=int, required=True, help="what is left free, in MiB (8 GB card: 8151)")
+    parser.add_argument("--free-mib", type=count, required=True, help="what is left free, in MiB (8 GB card: 8151)")
 
 
 def run(args: argparse.Namespace) -> int:

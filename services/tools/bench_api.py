@@ -26,6 +26,7 @@ from services.api.tokens import load_tokenizer
 from services.rpc import engine_pb2 as pb
 from services.rpc.engine_pb2_grpc import EngineStub
 from services.tools import figures
+from services.tools.amounts import amount, count, whole
 from services.tools.child import Child
 from services.tools.paced_engine import LISTENING, SILENT
 from services.tools.stack import StackError
@@ -40,10 +41,12 @@ Row = tuple[str, float, str, str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--streams", type=int, default=8, help="that get tokens at once (default: 8)")
-    parser.add_argument("--silent", type=int, default=200, help="open streams without tokens beside one (default: 200)")
-    parser.add_argument("--tokens", type=int, default=200, help="of each stream (default: 200)")
-    parser.add_argument("--rate", type=float, default=25, help="tokens a second of each stream (default: 25)")
+    parser.add_argument("--streams", type=whole, default=8, help="that get tokens at once (default: 8)")
+    parser.add_argument(
+        "--silent", type=count, default=200, help="open streams without tokens beside one (default: 200)"
+    )
+    parser.add_argument("--tokens", type=whole, default=200, help="of each stream (default: 200)")
+    parser.add_argument("--rate", type=amount, default=25, help="tokens a second of each stream (default: 25)")
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
 
 

@@ -39,6 +39,7 @@ from services.engine.gpu.usable import usable_device
 from services.engine.gpu.weights import DeviceWeights
 from services.engine.pages import pages_for
 from services.tools import decode_report, figures, replay
+from services.tools.amounts import count, whole
 from services.tools.ballast import Ballast
 from services.tools.bench_dense import measure_copy
 from services.tools.bench_experts import PUBLISHED
@@ -58,17 +59,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", type=Path, help="folder that `thimble synth` or `thimble repack` wrote")
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
     parser.add_argument(
-        "--free-mib", type=int, default=8151, help="of the card, by ballast (default 8151; 0: all of it)"
+        "--free-mib", type=count, default=8151, help="of the card, by ballast (default 8151; 0: all of it)"
     )
-    parser.add_argument("--tokens", type=int, default=24, help="timed tokens of each method (default 24)")
-    parser.add_argument("--resident", type=int, default=64, help="experts a layer in RAM, that occur (default 64)")
+    parser.add_argument("--tokens", type=whole, default=24, help="timed tokens of each method (default 24)")
+    parser.add_argument("--resident", type=whole, default=64, help="experts a layer in RAM, that occur (default 64)")
     parser.add_argument(
         "--batches", type=batches, default=[1, 2, 3, 4], help="sequences a step, where they fit (default 1,2,3,4)"
     )
-    parser.add_argument("--context", type=int, default=2048, help="tokens of each sequence (default 2048)")
+    parser.add_argument("--context", type=whole, default=2048, help="tokens of each sequence (default 2048)")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="format of keys and values")
     parser.set_defaults(joined=True)  # steps of several tokens of one sequence fit, too
-    parser.add_argument("--variants", type=int, default=len(PUBLISHED), help="of the published method, to tune it")
+    parser.add_argument("--variants", type=whole, default=len(PUBLISHED), help="of the published method, to tune it")
 
 
 def numbers(text: str) -> list[int]:

@@ -51,6 +51,7 @@ from services.engine.gpu.weights import DeviceWeights
 from services.engine.model_config import ModelConfig
 from services.engine.pages import pages_for
 from services.tools import measure
+from services.tools.amounts import amount, amounts, count, nothing_or_more, whole
 from services.tools.cells import Cells, Value
 from services.tools.decode_rig import READERS, mid_dialog
 from services.tools.disk_report import HEADING, REPLY_TOKENS, Found, tell, tell_errors, tell_restart
@@ -83,38 +84,36 @@ HOME_CARD, HOME_GB_S = "rtx5060", 60.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", type=Path, help="folder that `thimble synth` wrote")
-    parser.add_argument("--share", type=numbers, default=[0.24, 0.33], help="of all experts in RAM (default 0.24,0.33)")
-    parser.add_argument("--disk", type=numbers, default=[7.0, 12.0], metavar="GB/S", help="emulated (default 7,12)")
+    parser.add_argument("--share", type=amounts, default=[0.24, 0.33], help="of all experts in RAM (default 0.24,0.33)")
+    parser.add_argument("--disk", type=amounts, default=[7.0, 12.0], metavar="GB/S", help="emulated (default 7,12)")
     parser.add_argument("--own", action="store_true", help="the drive that the store is on instead of emulated ones")
     parser.add_argument("--trace", default="calibrated", help="generator of the routing (default calibrated)")
     parser.add_argument("--quick", action="store_true", help="two cases, ours without prefetch and the published one")
     parser.add_argument("--home", action="store_true", help="instead of all cases ours at a home PC's pace")
     parser.add_argument(
         "--restart",
-        type=float,
+        type=amount,
         metavar="S",
         help="after the first case of ours, read its experts for so long, and go on",
     )
     parser.add_argument(
-        "--hints", type=int, default=0, metavar="N", help="of a token's guesses (default: as the engine)"
+        "--hints", type=count, default=0, metavar="N", help="of a token's guesses (default: as the engine)"
     )
-    parser.add_argument("--piece", type=int, default=PIECE_BYTES, metavar="BYTES", help="of a block, read at once")
-    parser.add_argument("--vram", type=float, default=0.0, metavar="GB", help="for experts in the card's memory, too")
-    parser.add_argument("--warm", type=int, default=100, help="tokens that fill the cache first (default 100)")
-    parser.add_argument("--tokens", type=int, default=40, help="timed tokens (default 40)")
+    parser.add_argument("--piece", type=whole, default=PIECE_BYTES, metavar="BYTES", help="of a block, read at once")
+    parser.add_argument(
+        "--vram", type=nothing_or_more, default=0.0, metavar="GB", help="for experts in the card's memory, too"
+    )
+    parser.add_argument("--warm", type=count, default=100, help="tokens that fill the cache first (default 100)")
+    parser.add_argument("--tokens", type=whole, default=40, help="timed tokens (default 40)")
     parser.add_argument(
         "--threads",
-        type=int,
+        type=count,
         default=0,
         help="that compute (default: cores less two, and less an emulated drive's readers)",
     )
-    parser.add_argument("--minutes", type=float, help="leave out what will not be done by then (default: nothing)")
+    parser.add_argument("--minutes", type=amount, help="leave out what will not be done by then (default: nothing)")
     parser.add_argument("--done", type=Path, help="file that remembers finished cases")
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
-
-
-def numbers(text: str) -> list[float]:
-    return [float(word) for word in text.split(",")]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ import triton
 
 from kernels.linear.gpu import Tiling
 from services.tools import figures
+from services.tools.amounts import amount, whole
 from services.tools.dense_cases import TOKENS, Case, Dense, linear_cases
 from services.tools.dense_state_cases import state_cases
 from services.tools.dense_token import DenseToken
@@ -34,10 +35,10 @@ COPY_BYTES = 2 << 30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
     parser.add_argument("--sweep", action="store_true", help="time other tilings instead")
-    parser.add_argument("--tokens", type=int, default=1, help="tokens of a sweep (default 1)")
+    parser.add_argument("--tokens", type=whole, default=1, help="tokens of a sweep (default 1)")
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--seconds", type=float, default=90.0, help="begin no case after this (default 90)")
-    parser.add_argument("--jobs", type=int, default=12, help="kernels compiled at once (default 12)")
+    parser.add_argument("--seconds", type=amount, default=90.0, help="begin no case after this (default 90)")
+    parser.add_argument("--jobs", type=whole, default=12, help="kernels compiled at once (default 12)")
 
 
 def run(args: argparse.Namespace) -> int:

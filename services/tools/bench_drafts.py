@@ -59,6 +59,7 @@ from services.engine.sequence import Sequence as Answering
 from services.engine.speculation import Speculation
 from services.engine.state import State, state_bytes
 from services.tools import draft_parts, figures
+from services.tools.amounts import count, nothing_or_more, whole
 from services.tools.ballast import Ballast
 from services.tools.decode_report import token_bytes
 from services.tools.decode_rig import READERS, mid_dialog
@@ -226,11 +227,11 @@ class Answers:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", type=Path, help="of the full shape, that `thimble synth` wrote")
-    parser.add_argument("--tokens", type=int, default=96, help="of an answer (default 96)")
-    parser.add_argument("--rounds", type=int, default=3, help="of all answers, in turns (default 3)")
-    parser.add_argument("--right", type=float, nargs="*", default=list(ACCEPTED), metavar="SHARE")
-    parser.add_argument("--context", type=int, default=2048, help="tokens before the answer (default 2048)")
-    parser.add_argument("--free-mib", type=int, default=8151, help="of the card, by ballast (default 8151; 0: all)")
+    parser.add_argument("--tokens", type=whole, default=96, help="of an answer (default 96)")
+    parser.add_argument("--rounds", type=whole, default=3, help="of all answers, in turns (default 3)")
+    parser.add_argument("--right", type=nothing_or_more, nargs="*", default=list(ACCEPTED), metavar="SHARE")
+    parser.add_argument("--context", type=whole, default=2048, help="tokens before the answer (default 2048)")
+    parser.add_argument("--free-mib", type=count, default=8151, help="of the card, by ballast (default 8151; 0: all)")
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
 
 

@@ -26,6 +26,7 @@ from kernels.experts.device.turns import Route, SharedSlots
 from kernels.experts.host.binding import Host
 from kernels.workers.pool import Workers, available_isas, default_threads
 from services.tools import figures
+from services.tools.amounts import whole
 from services.tools.expert_rig import Method, Rig
 from services.tools.synthetic_blocks import SyntheticBlocks
 
@@ -50,7 +51,7 @@ GPU_ONLY = [
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
-    parser.add_argument("--rounds", type=int, default=12, help="timed replays of each method (default 12)")
+    parser.add_argument("--rounds", type=whole, default=12, help="timed replays of each method (default 12)")
     parser.add_argument("--clustered", action="store_true", help="alive neurons keep together in groups")
 
 

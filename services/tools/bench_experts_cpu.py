@@ -24,6 +24,7 @@ from kernels.experts.cpu.sums import sizes, up_sums
 from kernels.experts.host.binding import Catalog, Host
 from kernels.workers.pool import Workers, available_isas, default_threads, isa_number, native
 from services.tools import figures
+from services.tools.amounts import whole
 from services.tools.synthetic_blocks import SyntheticBlocks
 
 LAYOUT = BlockLayout(1024, 2688)
@@ -58,8 +59,8 @@ class Rates:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
-    parser.add_argument("--blocks", type=int, default=256, help="blocks in RAM, 3.1 MB each (default 256)")
-    parser.add_argument("--rounds", type=int, default=30, help="timed steps of each (default 30)")
+    parser.add_argument("--blocks", type=whole, default=256, help="blocks in RAM, 3.1 MB each (default 256)")
+    parser.add_argument("--rounds", type=whole, default=30, help="timed steps of each (default 30)")
     parser.add_argument("--threads", help="numbers of threads, comma separated (default 1 and all but two)")
     parser.add_argument("--isa", help="instruction sets, comma separated (default all that there are)")
     parser.add_argument("--clustered", action="store_true", help="alive neurons keep together in groups")

@@ -24,6 +24,7 @@ from services.engine.request import Request
 from services.engine.scheduler import Scheduler
 from services.engine.sequence import Sequence
 from services.tools import figures
+from services.tools.amounts import amount, whole
 
 TOKEN_MS = 19.7  # decode.tok_s, one sequence, in tests/bench/results/h200-16core.csv
 LAYERS = 88
@@ -76,9 +77,9 @@ class NoNetwork:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", type=Path, help="any store, of which a few experts are opened")
-    parser.add_argument("--tokens", type=int, default=200, help="in each turn (default: %(default)s)")
-    parser.add_argument("--turns", type=int, default=10, help="the median counts (default: %(default)s)")
-    parser.add_argument("--token-ms", type=float, default=TOKEN_MS, help="a token's time (default: %(default)s)")
+    parser.add_argument("--tokens", type=whole, default=200, help="in each turn (default: %(default)s)")
+    parser.add_argument("--turns", type=whole, default=10, help="the median counts (default: %(default)s)")
+    parser.add_argument("--token-ms", type=amount, default=TOKEN_MS, help="a token's time (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
 
 

@@ -25,6 +25,7 @@ from kernels.experts.host.drives import Drive, EmulatedDrive
 from kernels.experts.host.replay import Clock, Routing, hinted
 from kernels.workers.pool import Workers, default_threads
 from services.tools import figures, measure
+from services.tools.amounts import amounts, count, whole
 from services.tools.drive_reads import DriveReads
 from services.tools.measure import Reads
 from services.tools.predict import SUPER, Method
@@ -51,23 +52,21 @@ class Measured:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--share", type=numbers, default=[0.24, 0.33], help="of all experts in RAM (default 0.24,0.33)")
-    parser.add_argument("--disk", type=numbers, default=[7.0, 12.0], metavar="GB/S", help="emulated (default 7,12)")
+    parser.add_argument("--share", type=amounts, default=[0.24, 0.33], help="of all experts in RAM (default 0.24,0.33)")
+    parser.add_argument("--disk", type=amounts, default=[7.0, 12.0], metavar="GB/S", help="emulated (default 7,12)")
     parser.add_argument("--folder", type=Path, help="this machine's disk instead, with a file made here")
-    parser.add_argument("--physical", type=int, default=1031, help="blocks that stand for all, 3.1 MB each (1031)")
-    parser.add_argument("--tokens", type=int, default=60, help="timed (default 60)")
-    parser.add_argument("--warm", type=int, default=200, help="tokens before them, which fill the cache (default 200)")
+    parser.add_argument("--physical", type=whole, default=1031, help="blocks that stand for all, 3.1 MB each (1031)")
+    parser.add_argument("--tokens", type=whole, default=60, help="timed (default 60)")
+    parser.add_argument(
+        "--warm", type=count, default=200, help="tokens before them, which fill the cache (default 200)"
+    )
     parser.add_argument(
         "--trace", choices=TRACES, default="calibrated", help="generator of the routing (default calibrated)"
     )
     parser.add_argument(
-        "--threads", type=int, default=0, help="that compute (default: cores less two and less the readers)"
+        "--threads", type=count, default=0, help="that compute (default: cores less two and less the readers)"
     )
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
-
-
-def numbers(text: str) -> list[float]:
-    return [float(word) for word in text.split(",")]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -44,6 +44,7 @@ from services.engine.model import DECODED_TOKENS, Segment
 from services.engine.model_config import ModelConfig
 from services.engine.pages import pages_for
 from services.tools import figures
+from services.tools.amounts import amount, amounts, count, wholes
 from services.tools.ballast import Ballast
 from services.tools.bench_dense import timed
 from services.tools.cells import Cells, Value
@@ -93,23 +94,21 @@ class Cell:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", type=Path, help="folder that `thimble synth` wrote")
-    parser.add_argument("--tokens", type=lambda text: [int(word) for word in text.split(",")], default=[40, 512, 2048])
+    parser.add_argument("--tokens", type=wholes, default=[40, 512, 2048])
+    parser.add_argument("--share", type=amounts, default=[1.0, 0.33, 0.24])
+    parser.add_argument("--disk", type=amount, default=7.0, metavar="GB/S", help="of the emulated drive (default 7)")
     parser.add_argument(
-        "--share", type=lambda text: [float(word) for word in text.split(",")], default=[1.0, 0.33, 0.24]
-    )
-    parser.add_argument("--disk", type=float, default=7.0, metavar="GB/S", help="of the emulated drive (default 7)")
-    parser.add_argument(
-        "--chunk", type=int, default=0, help="tokens read at once (default: as many as there is room for)"
+        "--chunk", type=count, default=0, help="tokens read at once (default: as many as there is room for)"
     )
     parser.add_argument(
         "--rows",
-        type=lambda text: tuple(int(word) for word in text.split(",")),
+        type=lambda text: tuple(wholes(text)),
         default=(1, 2, 4),
         help="that steps can have, for tokens that are decoded; fewer leave room for a longer prompt (default 1,2,4)",
     )
-    parser.add_argument("--free-mib", type=int, default=8151, help="of the card, by ballast (default 8151; 0: all)")
+    parser.add_argument("--free-mib", type=count, default=8151, help="of the card, by ballast (default 8151; 0: all)")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="format of keys and values")
-    parser.add_argument("--minutes", type=float, help="leave out what will not be done by then (default: nothing)")
+    parser.add_argument("--minutes", type=amount, help="leave out what will not be done by then (default: nothing)")
     parser.add_argument("--done", type=Path, help="file that remembers finished cells")
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
 

@@ -14,6 +14,7 @@ import torch
 from kernels.elementary.binding import bind
 from kernels.sampling import cpu, penalties, reference
 from services.tools import figures
+from services.tools.amounts import whole
 
 SPREADS = {"sigma 3": 3.0, "nearly flat": 0.01}
 CHECKED = 2  # ids; the definition takes up to 0.1 s for each
@@ -21,8 +22,12 @@ CHECKED = 2  # ids; the definition takes up to 0.1 s for each
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
-    parser.add_argument("--vocabulary", type=int, default=131_072, help="ids (default: %(default)s, the real model's)")
-    parser.add_argument("--draws", type=int, default=200, help="of each kind; the median counts (default: %(default)s)")
+    parser.add_argument(
+        "--vocabulary", type=whole, default=131_072, help="ids (default: %(default)s, the real model's)"
+    )
+    parser.add_argument(
+        "--draws", type=whole, default=200, help="of each kind; the median counts (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ from kernels.mamba import chunk_scan, package, sweep
 from kernels.mamba.chunks import CHUNK
 from kernels.mamba.gpu import Sizes, update
 from services.tools import figures
+from services.tools.amounts import whole
 from services.tools.bench_convolution import Convolution
 from services.tools.bench_dense import timed
 from services.tools.dense_cases import SIZES, relative_error
@@ -38,7 +39,7 @@ Scan = Callable[["Prompt", Tensor, Tensor, int, int], None]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 2048], help="of a prompt (128 512 2048)")
+    parser.add_argument("--tokens", type=whole, nargs="+", default=[128, 512, 2048], help="of a prompt (128 512 2048)")
     parser.add_argument("--sweep", action="store_true", help="time other configurations of the sequential scan instead")
 
 

@@ -31,6 +31,7 @@ from services.api.store import CHUNK_BYTES, Store
 from services.engine.exchange import Lent
 from services.rpc import engine_pb2 as pb
 from services.tools import figures
+from services.tools.amounts import count, whole
 
 ROOT = Path(__file__).parents[2]
 SYSTEM = {"role": "system", "content": "You are a very patient assistant who explains things slowly, in many words."}
@@ -39,10 +40,10 @@ MEMORY = Path("/dev/shm")  # where a folder costs no disk
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
-    parser.add_argument("--tokens", type=int, default=1000, help="of the dialog (default: %(default)s)")
-    parser.add_argument("--runs", type=int, default=7, help="of each; the median counts (default: %(default)s)")
+    parser.add_argument("--tokens", type=whole, default=1000, help="of the dialog (default: %(default)s)")
+    parser.add_argument("--runs", type=whole, default=7, help="of each; the median counts (default: %(default)s)")
     parser.add_argument(
-        "--turns", type=int, default=5, help="of each alternating dialog; 0: none (default: %(default)s)"
+        "--turns", type=count, default=5, help="of each alternating dialog; 0: none (default: %(default)s)"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where states are (default: cpu)")
     parser.add_argument("--redis", default="", help="URL (unix:// or redis://); default: an embedded server of 1 GB")

@@ -32,6 +32,7 @@ from services.engine.scheduler import Scheduler
 from services.engine.sequence import Sequence
 from services.engine.speculation import Speculation
 from services.tools import figures
+from services.tools.amounts import count, nothing_or_more, whole
 from services.tools.told_drafts import DraftError, Told
 
 FORMS = (
@@ -102,12 +103,16 @@ class Likeliest:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", type=Path, help="of a model with a tokenizer")
-    parser.add_argument("--questions", type=int, default=20, help=f"of {len(FORMS) * len(TOPICS)} (default: 20)")
-    parser.add_argument("--tokens", type=int, default=96, help="longest answer (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="above 0, ids are drawn (default: greedy)")
-    parser.add_argument("--right", type=float, nargs="*", default=[0.0, 0.6, 0.75, 0.85, 0.9, 1.0], metavar="SHARE")
+    parser.add_argument("--questions", type=whole, default=20, help=f"of {len(FORMS) * len(TOPICS)} (default: 20)")
+    parser.add_argument("--tokens", type=whole, default=96, help="longest answer (default: %(default)s)")
     parser.add_argument(
-        "--slots", type=int, default=0, help="experts with a place in RAM (default: as the engine does)"
+        "--temperature", type=nothing_or_more, default=0.0, help="above 0, ids are drawn (default: greedy)"
+    )
+    parser.add_argument(
+        "--right", type=nothing_or_more, nargs="*", default=[0.0, 0.6, 0.75, 0.85, 0.9, 1.0], metavar="SHARE"
+    )
+    parser.add_argument(
+        "--slots", type=count, default=0, help="experts with a place in RAM (default: as the engine does)"
     )
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
 

@@ -19,6 +19,7 @@ from services.engine.gpu.model import DeviceModel
 from services.engine.model import Segment
 from services.engine.reading import SLICE_S
 from services.tools import figures
+from services.tools.amounts import amount, count, nothing_or_more, whole
 from services.tools.ballast import Ballast
 from services.tools.bench_prefill import opened
 
@@ -27,14 +28,14 @@ SECONDS_MS = 1e3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", type=Path, help="folder that `thimble synth` wrote")
-    parser.add_argument("--tokens", type=int, default=2048, help="of the prompt (default 2048)")
-    parser.add_argument("--answered", type=int, default=24, help="tokens of the answer that runs alone (default 24)")
-    parser.add_argument("--share", type=float, default=1.0, help="of the experts in RAM (default 1)")
-    parser.add_argument("--disk", type=float, default=7.0, metavar="GB/S", help="of the emulated drive (default 7)")
+    parser.add_argument("--tokens", type=whole, default=2048, help="of the prompt (default 2048)")
+    parser.add_argument("--answered", type=whole, default=24, help="tokens of the answer that runs alone (default 24)")
+    parser.add_argument("--share", type=nothing_or_more, default=1.0, help="of the experts in RAM (default 1)")
+    parser.add_argument("--disk", type=amount, default=7.0, metavar="GB/S", help="of the emulated drive (default 7)")
     parser.add_argument(
-        "--chunk", type=int, default=0, help="tokens read at once (default: as many as there is room for)"
+        "--chunk", type=count, default=0, help="tokens read at once (default: as many as there is room for)"
     )
-    parser.add_argument("--free-mib", type=int, default=8151, help="of the card, by ballast (default 8151; 0: all)")
+    parser.add_argument("--free-mib", type=count, default=8151, help="of the card, by ballast (default 8151; 0: all)")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="format of keys and values")
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
 

@@ -19,6 +19,7 @@ import triton
 
 from kernels.linear.sweep import Tiles
 from services.tools import figures, sweep_expert_cases
+from services.tools.amounts import amount, whole
 from services.tools.dense_cases import Dense
 from services.tools.sweep_cases import Case, sweep_cases
 
@@ -29,12 +30,14 @@ HEADING = f"{'kernel':<20}{'M':>6}{'us':>10}{'TFLOP/s':>9}{'of cuBLAS':>11}{'GB/
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
-    parser.add_argument("--tokens", type=int, nargs="+", help="rows of the inputs (default: 64 512 2048; lm_head 1 64)")
+    parser.add_argument(
+        "--tokens", type=whole, nargs="+", help="rows of the inputs (default: 64 512 2048; lm_head 1 64)"
+    )
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     parser.add_argument("--check", action="store_true", help="compare with the definition first")
     parser.add_argument("--tiles", action="store_true", help="time other tiles of the linears instead")
-    parser.add_argument("--seconds", type=float, default=240.0, help="begin no kernel after this (default 240)")
-    parser.add_argument("--jobs", type=int, default=12, help="tiles compiled at once (default 12)")
+    parser.add_argument("--seconds", type=amount, default=240.0, help="begin no kernel after this (default 240)")
+    parser.add_argument("--jobs", type=whole, default=12, help="tiles compiled at once (default 12)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -31,6 +31,7 @@ from services.engine.vision.embedding import run as run_through
 from services.engine.vision.preprocess import patches
 from services.engine.vision.weights import VisionWeights
 from services.tools import figures, synthetic_vision
+from services.tools.amounts import count, whole
 from services.tools.ballast import Ballast
 from services.tools.synthetic_shapes import SUPER, dense_layout
 
@@ -65,9 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--synthetic", action="store_true", help="random weights of the real shape, made for this run")
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
     parser.add_argument(
-        "--free-mib", type=int, default=8151, help="of the card, by ballast (default 8151; 0: all of it)"
+        "--free-mib", type=count, default=8151, help="of the card, by ballast (default 8151; 0: all of it)"
     )
-    parser.add_argument("--repeats", type=int, default=5, help="timed readings of each picture (default 5)")
+    parser.add_argument("--repeats", type=whole, default=5, help="timed readings of each picture (default 5)")
     parser.add_argument("--check", action="store_true", help="compare with the processor, on random weights")
 
 

@@ -33,6 +33,7 @@ from services.engine.gpu.usable import usable_device
 from services.engine.gpu.weights import DeviceWeights
 from services.engine.pages import pages_for
 from services.tools import figures
+from services.tools.amounts import whole
 from services.tools.ballast import Ballast
 from services.tools.decode_rig import READERS
 
@@ -46,8 +47,10 @@ LOCKED = ("pages of 4 KiB", "huge pages, where the system has them", "cudaHostAl
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", type=Path, help="folder that `thimble synth` or `thimble repack` wrote")
-    parser.add_argument("--free-mib", type=int, default=8151, help="of the card, by ballast (default 8151)")
-    parser.add_argument("--locked", type=int, default=6, metavar="GIB", help="of RAM, to lock in each way (default 6)")
+    parser.add_argument("--free-mib", type=whole, default=8151, help="of the card, by ballast (default 8151)")
+    parser.add_argument(
+        "--locked", type=whole, default=6, metavar="GIB", help="of RAM, to lock in each way (default 6)"
+    )
     parser.add_argument("--out", type=Path, help="append the figures to this CSV file (its name names the machine)")
 
 

@@ -15,8 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from services.tools.amounts import count, nothing_or_more, whole
+
+STOPPED = "you"  # as the reason why an answer ended
+INTERRUPTED = 130
 DIM, PLAIN = "\033[2m", "\033[0m"
 HELP = "/new starts over, /think switches thinking on and off, /quit (or Ctrl-D) ends; Ctrl-C stops an answer"
+
+
+NO_MODELS = "it has no list of models; give the address that `thimble up` prints"
 
 
 class ChatError(Exception):
@@ -58,7 +65,13 @@ class Server:
 
     def models(self) -> list[str]:
         with self._reply("GET", "/models", None) as reply:
-            return [str(model["id"]) for model in json.loads(reply.read())["data"]]
+            try:
+                found = [str(model["id"]) for model in json.loads(reply.read())["data"]]
+            except (ValueError, KeyError, TypeError, OSError, http.client.HTTPException) as error:
+                raise ChatError(f"{self.url} is no OpenAI-compatible server: {NO_MODELS}") from error
+        if not found:
+            raise ChatError(f"{self.url}: the server has no model")
+        return found
 
     def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The chunks of one streamed answer. Leaving the iteration early hangs up, and the server stops."""
@@ -83,7 +96,12 @@ class Server:
             raise ChatError(f"the connection broke in the middle of the answer: {error}") from error
 
     def _reply(self, method: str, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
-        parts = urlsplit(self.url if "//" in self.url else f"http://{self.url}")
+        try:
+            parts = urlsplit(self.url if "//" in self.url else f"http://{self.url}")
+            if parts.scheme not in ("http", "https") or not parts.hostname or not 0 < (parts.port or 80) < 65536:
+                raise ValueError
+        except ValueError as error:
+            raise ChatError(f"{self.url!r} is no address; give one like http://127.0.0.1:8000") from error
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         headers = {"Content-Type": "application/json", "Connection": "close"}
         if self.api_key:
@@ -95,6 +113,8 @@ class Server:
             reply = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             raise ChatError(f"cannot reach {self.url}: {error}; is `thimble up` running?") from error
+        except UnicodeError as error:
+            raise ChatError("OPENAI_API_KEY or the address has letters that no request can have") from error
         if reply.status != 200:
             with reply:
                 raise ChatError(_error_message(reply.status, reply.read()))
@@ -124,7 +144,7 @@ class Conversation:
             for chunk in self.server.stream({"model": self.model, "messages": turn} | self.options):
                 self._take(chunk, answer, show, started)
         except KeyboardInterrupt:
-            answer.finish_reason = "you"
+            answer.finish_reason = STOPPED
         finally:
             show.end()
         answer.total_s = time.monotonic() - started
@@ -192,9 +212,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="model id (default: the server's first)")
     parser.add_argument("--think", action="store_true", help="use the model's -think id: it reasons first")
     parser.add_argument("--system", help="system prompt")
-    parser.add_argument("--temperature", type=float, help="0 is greedy (default: the model's own)")
-    parser.add_argument("--max-tokens", type=int, help="longest answer")
-    parser.add_argument("--seed", type=int, help="same seed, same answer")
+    parser.add_argument("--temperature", type=nothing_or_more, help="0 is greedy (default: the model's own)")
+    parser.add_argument("--max-tokens", type=whole, help="longest answer")
+    parser.add_argument("--seed", type=count, help="same seed, same answer")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -206,8 +226,9 @@ def run(args: argparse.Namespace) -> int:
     talk = Conversation(server, model, options, list(opening))
     screen = Screen(colour=sys.stdout.isatty())
     if args.message is not None:
-        screen.note(talk.ask(args.message, screen).summary())
-        return 0
+        answer = talk.ask(args.message, screen)
+        screen.note(answer.summary())
+        return INTERRUPTED if answer.finish_reason == STOPPED else 0
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  gives `input` line editing and a history

@@ -5,12 +5,16 @@ asked for, so that `thimble chat` does not wait for torch.
 """
 
 import argparse
+import difflib
 import importlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services import garbage
+from services.tools.complaints import UsageError, refused
 
 
 @dataclass(frozen=True)
@@ -53,33 +57,79 @@ SUBCOMMANDS = {
 }
 
 
+OURS = ("services", "kernels")
+ALL = "'thimble[engine,api,embedded,checkpoint,tools]'"  # what a part of ours needs beside Python
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the process's exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    """Run one subcommand; returns the process's exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+
+    A reader that has gone (`| head -1`) is a failure that is not worth a word.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # whatever a terminal cannot show is no reason to end
+            stream.reconfigure(errors="replace")
+    try:
+        try:
+            return _run(words)
+        finally:
+            if sys.stdout:
+                sys.stdout.flush()  # here, where a full disk still has a message
+    except KeyboardInterrupt:
+        print("thimble: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        _forget_what_cannot_be_written()
+        return 1
+    except OSError as error:
+        _forget_what_cannot_be_written()
+        print(f"{_name(words)}: {refused(error)}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if not error.name or error.name.partition(".")[0] in OURS:
+            raise
+        print(f"{_name(words)}: {error.name} is not installed: {sys.executable} -m pip install {ALL}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        # Only what our own trees name is a message for people; anything else is a bug and keeps its traceback.
+        if not isinstance(getattr(error, "code", None), str):
+            raise
+        print(f"{_name(words)}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+
+
+def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(usage())
         return 0 if words else 2
     name = words[0]
     if name not in SUBCOMMANDS:
-        print(f"thimble: unknown command {name!r}\n\n{usage()}", file=sys.stderr)
+        near = difflib.get_close_matches(name, SUBCOMMANDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        print(f"thimble: unknown command {name!r}{hint}\n\n{usage()}", file=sys.stderr)
         return 2
     subcommand = SUBCOMMANDS[name]
     with garbage.not_looked_for():
         module = importlib.import_module(subcommand.module)
     parser = argparse.ArgumentParser(prog=f"thimble {name}", description=subcommand.summary)
     module.add_arguments(parser)
-    args = parser.parse_args(words[1:])
+    return int(module.run(parser.parse_args(words[1:])))
+
+
+def _name(words: list[str]) -> str:
+    return f"thimble {words[0]}" if words and words[0] in SUBCOMMANDS else "thimble"
+
+
+def _forget_what_cannot_be_written() -> None:
+    """Else Python tries it again when it ends, and complains of it in its own words."""
     try:
-        return int(module.run(args))
-    except KeyboardInterrupt:
-        print("thimble: interrupted", file=sys.stderr)
-        return 130
-    except Exception as error:
-        # Only what our own trees name is a message for people; anything else is a bug and keeps its traceback.
-        if not isinstance(getattr(error, "code", None), str):
-            raise
-        print(f"thimble {name}: {error}", file=sys.stderr)
-        return 1
+        if sys.stdout:
+            sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def usage() -> str:

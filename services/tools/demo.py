@@ -4,6 +4,7 @@
 """
 
 import argparse
+import contextlib
 import hashlib
 from pathlib import Path
 
@@ -23,7 +24,8 @@ def make(store: Path) -> None:
     """Repack demo/ into `store`, replacing what is there. Raises what `repack` raises."""
     from services.tools.repack import repack  # brings torch along, which `is_fresh` must not wait for
 
-    (store / STAMP).unlink(missing_ok=True)
+    with contextlib.suppress(NotADirectoryError):  # which repack tells of
+        (store / STAMP).unlink(missing_ok=True)
     repack(CHECKPOINT, store, replace=True, say=print)
     (store / STAMP).write_text(_digest() + "\n")
 

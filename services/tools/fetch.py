@@ -11,6 +11,7 @@ import argparse
 import fcntl
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -21,6 +22,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from services.tools.amounts import whole
+from services.tools.complaints import UsageError
 from services.tools.hub import FetchError, Hub, RemoteFile, Stopped, checksum, offline_asked
 from services.tools.progress import Progress
 
@@ -35,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, nargs="?", help="where to put it (default: NAME, here)")
     parser.add_argument("--revision", default="main", help="branch, tag or commit (main)")
     parser.add_argument("--endpoint", help="the hub or a mirror of it (default: $HF_ENDPOINT, else huggingface.co)")
-    parser.add_argument("--parallel", type=int, default=4, help="files at a time (4)")
+    parser.add_argument("--parallel", type=whole, default=4, help="files at a time (4)")
     parser.add_argument(
         "--offline", action="store_true", help="only check what is there; $HF_HUB_OFFLINE does the same"
     )
@@ -44,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     folder = args.folder or Path(args.model.rpartition("/")[2])
-    if args.parallel < 1:
-        raise FetchError(f"--parallel {args.parallel}: give at least 1")
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", args.model, re.ASCII) or not folder.name:
+        raise UsageError(f"{args.model!r} is no model's name: give OWNER/NAME, as the hub's page has it")
     begun = time.monotonic()
     if args.offline or offline_asked():
         files = check_offline(folder, args.model, args.check)

@@ -4,6 +4,7 @@ Owns no retry: one question, one answer, within a bound.
 """
 
 import argparse
+import http.client
 import json
 import sys
 import urllib.error
@@ -11,6 +12,8 @@ import urllib.request
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.tools.complaints import UsageError
 
 TIMEOUT_S = 3.0
 
@@ -35,8 +38,10 @@ def api_trouble(url: str, timeout_s: float = TIMEOUT_S) -> str:
     except urllib.error.HTTPError as error:
         with error:
             return f"{url}: {_message(error.read()) or f'status {error.code}'}"
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         return f"{url}: {getattr(error, 'reason', error)}"
+    except ValueError:
+        return f"{url}: is no address; give one like http://127.0.0.1:8000/ready"
 
 
 def _message(body: bytes) -> str:
@@ -52,8 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if not args.engine and not args.api:
+        raise UsageError("name an engine with --engine HOST:PORT or an api with --api URL, or both")
     troubles = [engine_trouble(args.engine)] if args.engine else []
     troubles += [api_trouble(args.api)] if args.api else []
     for trouble in troubles:
         print(trouble or "ready", file=sys.stderr if trouble else sys.stdout)
-    return int(not troubles or any(troubles))
+    return int(any(troubles))

@@ -125,6 +125,8 @@ class Hub:
                 f"{self.model} is gated: accept its licence at {self.endpoint}/{self.model} in a browser, make a token "
                 f"at {self.endpoint}/settings/tokens, then set HF_TOKEN to it (or run `hf auth login`) and fetch again"
             ) from error
+        if isinstance(error, errors.HFValidationError):
+            raise FetchError(f"{self.model!r} is no model's name: give OWNER/NAME, as the hub's page has it") from error
         if isinstance(error, errors.RevisionNotFoundError):
             raise FetchError(f"{self.model} has no revision {self.revision!r} at {self.endpoint}") from error
         if isinstance(error, errors.RemoteEntryNotFoundError):

@@ -52,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GB",
         help="RAM for experts, which the card reads (default 0)",
     )
-    parser.add_argument("--vram-mib", type=int, metavar="N", help="refuse, with status 1, what does not fit into N MiB")
+    parser.add_argument(
+        "--vram-mib", type=whole, metavar="N", help="refuse, with status 1, what does not fit into N MiB"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from services.tools import figures, oracle
+from services.tools.amounts import whole
 from services.tools.texts import TextError, Texts, Window
 
 WINDOW_TOKENS = 1024
@@ -39,7 +40,7 @@ class Score:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("texts", type=Path, nargs="+", help="*.txt, or *.jsonl[.gz] with text or messages a line")
-    parser.add_argument("--window", type=int, default=WINDOW_TOKENS, help="tokens a document is cut into (1024)")
+    parser.add_argument("--window", type=whole, default=WINDOW_TOKENS, help="tokens a document is cut into (1024)")
     parser.add_argument("--record", type=Path, metavar="CSV", help="append demo.ppl_byte and demo.ppl_token rows")
     parser.add_argument("--note", default="", help="put before each row's note, such as how the weights were rounded")
 

@@ -6,7 +6,6 @@ command and what it prints; the formula is predict.py, its assumptions forecast.
 """
 
 import argparse
-import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -21,7 +20,8 @@ from services.engine.gpu.plan import CHUNKS
 from services.engine.model_config import ModelConfig
 from services.engine.state import state_bytes
 from services.tools import figures, measure
-from services.tools.amounts import amount, nothing_or_more, whole
+from services.tools.amounts import MOST, amount, nothing_or_more, whole
+from services.tools.complaints import UsageError
 from services.tools.draft_forecast import ACCEPTED, REPEATED, block_bytes, two_tokens
 from services.tools.forecast import Ours, Published, first_token, ours, published, upgrades
 from services.tools.hardware import CARDS, DDR5_GB_S, NVME_GB_S, Box, Card, box
@@ -53,7 +53,7 @@ class Range:
             found = Range(float(low), float(high or low))
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"{text!r}: give a number or a range such as 7-12") from error
-        if not 0 < found.low <= found.high < math.inf:
+        if not 0 < found.low <= found.high <= MOST:
             raise argparse.ArgumentTypeError(f"{text!r}: expected positive numbers, the lower one first")
         return found
 
@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.record and args.gpu != "rtx5060":
-        raise PlanError("--record writes plan.rtx5060_tok_s: give --gpu rtx5060")
+        raise UsageError("--record writes plan.rtx5060_tok_s: give --gpu rtx5060")
     assumed = list(assume(args))
     store = Store.open(args.store) if args.store else None
     config = store.config if store else SUPER

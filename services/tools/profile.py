@@ -23,6 +23,7 @@ from services.engine.gpu.memory import DevicePool
 from services.engine.gpu.weights import DeviceWeights
 from services.engine.pages import pages_for
 from services.tools import replay, timeline
+from services.tools.amounts import whole
 from services.tools.bench_decode import METHODS, WARM, in_turns, warm
 from services.tools.decode_rig import DecodeRig, filled_host, mid_dialog
 from services.tools.token_parts import HEADING, line, parts
@@ -34,10 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", type=Path, help="folder that `thimble synth` or `thimble repack` wrote")
     parser.add_argument("--out", type=Path, default=Path("profile"), help="folder for token.json and token.png")
     parser.add_argument("--method", choices=sorted(METHODS), default="split", help="placement (default split)")
-    parser.add_argument("--rows", type=int, choices=range(1, MOST_SEQUENCES + 1), default=1, help="sequences of a step")
-    parser.add_argument("--threads", type=int, default=default_threads(), help="host threads (default: all but two)")
-    parser.add_argument("--resident", type=int, default=64, help="experts a layer in RAM, that occur (default 64)")
-    parser.add_argument("--context", type=int, default=2048, help="tokens of each sequence (default 2048)")
+    parser.add_argument(
+        "--rows", type=whole, choices=range(1, MOST_SEQUENCES + 1), default=1, help="sequences of a step"
+    )
+    parser.add_argument("--threads", type=whole, default=default_threads(), help="host threads (default: all but two)")
+    parser.add_argument("--resident", type=whole, default=64, help="experts a layer in RAM, that occur (default 64)")
+    parser.add_argument("--context", type=whole, default=2048, help="tokens of each sequence (default 2048)")
 
 
 def run(args: argparse.Namespace) -> int:

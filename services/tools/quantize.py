@@ -29,6 +29,7 @@ from services.engine.model_config import read_config
 from services.engine.tensorfile import write_file, write_tensors
 from services.engine.weights import FLOATS
 from services.tools import calibrate, oracle
+from services.tools.amounts import whole
 from services.tools.texts import TextError, Texts
 
 Algorithm = Literal["NVFP4", "FP8"]
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate", type=Path, nargs="+", required=True, metavar="TEXT", help="*.txt or *.jsonl[.gz]"
     )
-    parser.add_argument("--windows", type=int, default=64, help="how many windows of 1024 tokens of each text (64)")
+    parser.add_argument("--windows", type=whole, default=64, help="how many windows of 1024 tokens of each text (64)")
     parser.add_argument(
         "--choose",
         choices=("mse", "max"),

@@ -34,6 +34,7 @@ from services.engine.vision import weights as vision_weights
 from services.engine.vision.config import read_vision_config
 from services.engine.weights import DRAFT_MOE, FLOATS, Format, expert_name
 from services.tools import disk_speed, figures, repack_check, repack_dense
+from services.tools.amounts import count
 from services.tools.progress import Progress
 from services.tools.repack_dense import Dense
 from services.tools.repack_expert import Room, pack_expert
@@ -55,7 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "CHANGES THE WEIGHTS (default: as-is)",
     )
     parser.add_argument(
-        "--verify", type=int, default=0, metavar="N", help="compare N random experts with the checkpoint, byte for byte"
+        "--verify",
+        type=count,
+        default=0,
+        metavar="N",
+        help="compare N random experts with the checkpoint, byte for byte",
     )
     parser.add_argument(
         "--record", type=Path, metavar="CSV", help="measure a plain copy of the same files too; append repack.over_disk"

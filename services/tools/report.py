@@ -23,6 +23,7 @@ from pathlib import Path
 
 from services.engine.experts.store import Store
 from services.tools import doctor, figures
+from services.tools.amounts import amount
 from services.tools.ram_ledger import GB, PlanError, RamWanted, ram_ledger
 
 # In a path they tell nothing of its owner, and the report's own words and figures' names need them.
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("thimble-report.txt"), help="default thimble-report.txt")
     parser.add_argument("--store", type=Path, help="for verify and the decode benchmark (thimble synth or repack)")
     parser.add_argument("--checkpoint", type=Path, help="what the store was made of, for verify")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="longest time of a part (default one hour)")
+    parser.add_argument("--limit-s", type=amount, default=LIMIT_S, help="longest time of a part (default one hour)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from services.engine.experts.store import Store
 from services.engine.experts.streamer import Counters, Experts
 from services.engine.experts.trace import read_trace
 from services.tools import figures, record
+from services.tools.amounts import whole
 from services.tools.traces import calibration
 from services.tools.traces.calibration import Figure
 
@@ -92,19 +93,25 @@ def measure(store: Store, folder: Path, answer_tokens: int = 60, dialogs: int = 
     return [*found, Figure("values behind relu^2 that are zero", ZEROS - 0.01, ZEROS + 0.01, share)]
 
 
+def several(text: str) -> int:
+    """Tokens of an answer: figures are of one token beside the next."""
+    return whole(text, 2)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", type=Path, help="folder that `thimble repack` wrote, of a small model")
-    parser.add_argument("--answer-tokens", type=int, default=60, help="longest answer (60)")
-    parser.add_argument("--dialogs", type=int, default=len(record.DIALOGS), help=f"so many of {len(record.DIALOGS)}")
+    parser.add_argument("--answer-tokens", type=several, default=60, help="longest answer (60)")
+    parser.add_argument("--dialogs", type=whole, default=len(record.DIALOGS), help=f"so many of {len(record.DIALOGS)}")
     parser.add_argument("--record", type=Path, metavar="CSV", help="append the figures as rows")
     parser.add_argument("--note", default="", help="put before each row's note")
 
 
 def run(args: argparse.Namespace) -> int:
     store = Store.open(args.store)
+    dialogs = min(args.dialogs, len(record.DIALOGS))
     with tempfile.TemporaryDirectory() as scratch:
-        found = measure(store, Path(scratch), args.answer_tokens, args.dialogs)
-    calibration.show(f"{store.config.experts} experts, {args.dialogs} dialogs", found)
+        found = measure(store, Path(scratch), args.answer_tokens, dialogs)
+    calibration.show(f"{store.config.experts} experts, {dialogs} dialogs", found)
     if args.record:
         write(args.record, args.note, found)
     return 0

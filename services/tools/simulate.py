@@ -7,12 +7,14 @@ and its table.
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from kernels.experts.host.replay import POLICIES, PREFETCH, SHIPPED, Clock, Counts, replay
 from services.tools import figures
 from services.tools.amounts import amount, amounts, nothing_or_more, whole
+from services.tools.complaints import UsageError
 from services.tools.predict import GB, Method, Rates, Shape, layer_of
 from services.tools.traces import calibration, compare, tried
 from services.tools.traces.generators import GENERATORS
@@ -69,7 +71,8 @@ def plot(path: Path, found: Source, sizes: Sequence[float], counts: Sequence[Cou
     try:
         import matplotlib  # a second of import, for this option alone
     except ImportError as error:
-        raise SystemExit("thimble simulate: --plot needs matplotlib: pip install 'thimble[tools]'") from error
+        how = f"{sys.executable} -m pip install 'thimble[tools]'"
+        raise SystemExit(f"thimble simulate: --plot needs matplotlib: {how}") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -84,7 +87,8 @@ def plot(path: Path, found: Source, sizes: Sequence[float], counts: Sequence[Cou
     try:
         figure.savefig(path, format="png", dpi=110)
     except OSError as error:
-        raise SystemExit(f"thimble simulate: {path}: cannot be written: {error.strerror}") from error
+        why = f"cannot be written: {error.strerror}; give another --plot"
+        raise SystemExit(f"thimble simulate: {path}: {why}") from error
     finally:
         pyplot.close(figure)
 
@@ -130,9 +134,9 @@ def run(args: argparse.Namespace) -> int:
         tried.run(source("calibrated", args.tokens), source("dialogs", args.tokens), rates, args.results)
         return 0
     if not args.traces:
-        raise SystemExit("thimble simulate: name a trace, or --compare, --calibration or --tried")
+        raise UsageError("name a trace, or --compare, --calibration or --tried")
     if args.plot and len(args.traces) > 1:
-        raise SystemExit("thimble simulate: --plot draws one trace")
+        raise UsageError("--plot draws one trace")
     differences = []
     for one in found:
         sizes = sizes_of(args, one.shape)

@@ -4,6 +4,7 @@ The owner's THIMBLE_ENGINE_* and THIMBLE_API_* win over what is chosen here.
 """
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Mapping
@@ -60,6 +61,7 @@ def plan_stack(environ: Mapping[str, str], store: Path, port: int | None) -> Sta
     if port is not None:
         chosen["THIMBLE_API_PORT"] = str(port)
     api, engine = read_api_config(chosen), read_engine_config(chosen)
+    api.read_api_key()  # a file that cannot be read is told before anything is started
     with contextlib.ExitStack() as held:
         for variable, host, wish in (
             ("THIMBLE_API_PORT", api.host, api.port),
@@ -79,14 +81,24 @@ def _listen(host: str, port: int, variable: str, movable: bool) -> socket.socket
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         if movable and port:
             return _listen(host, 0, variable, movable)
+        if not isinstance(error, OSError) or _is_the_host_s(error):
+            raise StackError(
+                f"{variable.replace('PORT', 'HOST')}={host}: this machine has no such address; "
+                f"give one of its own, 127.0.0.1 for this machine only"
+            ) from error
         other = "--port N" if variable == "THIMBLE_API_PORT" else f"{variable}=N"
         raise StackError(
             f"port {port} on {host} ({variable}) cannot be used: {error.strerror}; "
             f"stop what listens there, or choose another with {other}"
         ) from error
+
+
+def _is_the_host_s(error: OSError) -> bool:
+    """Whether no port of that host could be had: its name leads nowhere (negative numbers), or not to this machine."""
+    return (error.errno or 0) < 0 or error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def _reachable(host: str) -> str:

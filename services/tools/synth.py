@@ -31,6 +31,7 @@ from services.engine.experts.store import Block, DenseFile, DraftFile, Store
 from services.engine.gpu.ledger import Layout
 from services.engine.model_config import ModelConfig
 from services.engine.tensorfile import DTYPES, header_bytes, write_file
+from services.tools.amounts import count, whole
 from services.tools.demo import CHECKPOINT
 from services.tools.progress import Progress
 from services.tools.synthetic_blocks import DISTINCT, SyntheticBlocks
@@ -48,9 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="super", help="super: 16 GB; small: seconds")
     parser.add_argument("--recipe", choices=RECIPES, default="3.5", help="formats of the dense weights")
     parser.add_argument(
-        "--physical", type=int, default=PHYSICAL, help=f"expert blocks in the file (default {PHYSICAL}, or all if less)"
+        "--physical",
+        type=whole,
+        default=PHYSICAL,
+        help=f"expert blocks in the file (default {PHYSICAL}, or all if less)",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=count, default=0)
     parser.add_argument(
         "--block", action="store_true", help="with a multi-token-prediction block, in BF16 as published"
     )

@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 
+from services.tools.amounts import amount
 from services.tools.top_view import Scrape, view
 
 HOME_AND_CLEAR = "\033[H\033[J"
@@ -25,13 +26,11 @@ class TopError(Exception):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", default="http://127.0.0.1:8601", help="the engine's metrics (default: %(default)s)")
     parser.add_argument("--api", default="http://127.0.0.1:8000", help="the api (default: %(default)s)")
-    parser.add_argument("--every", type=float, default=2.0, help="seconds between two looks (default: %(default)s)")
+    parser.add_argument("--every", type=amount, default=2.0, help="seconds between two looks (default: %(default)s)")
     parser.add_argument("--once", action="store_true", help="look for that long, print it and end")
 
 
 def run(args: argparse.Namespace) -> int:
-    if not args.every > 0:
-        raise TopError(f"--every {args.every}: give a time above 0")
     before = look(args.engine, args.api)
     while True:
         time.sleep(args.every)

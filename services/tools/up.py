@@ -18,6 +18,7 @@ from typing import IO
 
 from services.settings import SettingError
 from services.tools import demo
+from services.tools.amounts import amount, count
 from services.tools.chat import Server
 from services.tools.child import DONE, Child
 from services.tools.stack import Stack, StackError, plan_stack
@@ -31,9 +32,9 @@ KILL_AFTER_S = 10.0  # beyond a service's own stop_timeout_s
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--store", type=Path, help="a store that `thimble repack` wrote (default: the demo's)")
-    parser.add_argument("--port", type=int, help="port of the api; 0: any free one (default: 8000)")
+    parser.add_argument("--port", type=count, help="port of the api; 0: any free one (default: 8000)")
     parser.add_argument("--run-dir", type=Path, default=demo.ROOT / ".run", help="folder for logs and the demo's store")
-    parser.add_argument("--start-limit-s", type=float, default=900.0, help="longest wait for a service to be ready")
+    parser.add_argument("--start-limit-s", type=amount, default=900.0, help="longest wait for a service to be ready")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,8 +19,10 @@ from services.engine.experts.store import Store
 from services.engine.experts.streamer import open_experts
 from services.engine.gpu.open import AWAKE_US, Sizes, open_device
 from services.engine.model import Model
+from services.engine.model_config import read_config
 from services.engine.pages import pages_for
 from services.tools import controls, figures, oracle, oracle_layers
+from services.tools.complaints import UsageError
 from services.tools.parity import (
     GREEDY_BAR,
     GREEDY_TOKENS,
@@ -38,12 +40,6 @@ QUICK = ("chat",)
 HEADING = f"{'passage':<9}{'tokens':>7}{'ppl':>11}{'ref ppl':>11}{'mean KL':>10}{'max KL':>10}{'top-1':>7}{'greedy':>8}"
 CONTEXT_TOKENS = 4096  # of the GPU engine: more than the longest passage
 KEPT = "verify.reference"  # in the store's folder while the reference runs layer by layer
-
-
-class VerifyError(Exception):
-    """The command cannot be run as it was given. The message says what to give."""
-
-    code = "verify"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
         if not caught:
             return 1
     if args.checkpoint is None or args.store is None:
-        raise VerifyError("give the checkpoint's folder and the store's, or --controls")
+        raise UsageError("give the checkpoint's folder and the store's, or --controls")
+    read_config(args.checkpoint)  # a wrong path is told before anything is computed
     store = Store.open(args.store)
     names = QUICK if args.quick else tuple(PASSAGES)
     by_layer = args.by_layer if args.by_layer is not None else _float32_bytes(args.checkpoint) > _available_bytes()

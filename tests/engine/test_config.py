@@ -30,7 +30,7 @@ def test_a_number_out_of_range_is_named(name: str) -> None:
     ("environ", "message"),
     [
         ({"THIMBLE_ENGINE_PROT": "1"}, "unknown setting THIMBLE_ENGINE_PROT; did you mean THIMBLE_ENGINE_PORT"),
-        ({"THIMBLE_ENGINE_PORT": "eight"}, "THIMBLE_ENGINE_PORT='eight' is not int"),
+        ({"THIMBLE_ENGINE_PORT": "eight"}, "THIMBLE_ENGINE_PORT='eight' does not fit: give a whole number"),
         ({"THIMBLE_ENGINE_KV_GB": "nan"}, "THIMBLE_ENGINE_KV_GB=nan is out of range"),
         ({"THIMBLE_ENGINE_HOST": " "}, "THIMBLE_ENGINE_HOST is empty"),
         ({"THIMBLE_ENGINE_MODEL_NAME": "my model"}, "THIMBLE_ENGINE_MODEL_NAME='my model'"),

@@ -55,6 +55,7 @@ def test_what_an_option_is_by_default_may_be_said() -> None:
         "bench restart store --rounds 0",
         "ledger --shape super --locked nan",
         "ledger --shape super --chunk -1",
+        "fetch owner/small --parallel 0",
         "record store traces --share nan",
         "record store traces --answer-tokens -3",
     ],

@@ -10,7 +10,8 @@ import torch
 
 from kernels.experts.host.replay import Routing
 from services.engine.gpu.ledger import dense_bytes, stored_layout
-from services.tools.bench_decode_disk import carried_ms, cases, numbers, plan_ms, without_misses
+from services.tools.amounts import amounts
+from services.tools.bench_decode_disk import carried_ms, cases, plan_ms, without_misses
 from services.tools.cli import main
 from services.tools.disk_report import Found, tell
 from services.tools.disk_tokens import HIT_EXPERTS, HOME, OURS, PLAIN, THEIRS, VRAM, Tokens, few_experts
@@ -31,7 +32,7 @@ def test_hidden_is_what_a_token_does_not_take_longer_for_its_reads() -> None:
     assert FOUND.error == pytest.approx(0.1)
     nothing = replace(FOUND, drive=DriveReads(0.0, 0.0, 0.4), token_ms=19.0)
     assert nothing.hidden == nothing.hidden_of_missing == nothing.most_hidden == 1.0
-    assert numbers("0.24,0.5") == [0.24, 0.5]
+    assert amounts("0.24,0.5") == [0.24, 0.5]
 
 
 def test_rows_name_the_method_and_the_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

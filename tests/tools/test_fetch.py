@@ -168,7 +168,6 @@ def test_a_gated_model_says_how_to_get_in(
     [
         (["owner/other"], "has no model 'owner/other', or it is private"),
         (["owner/small", "--revision", "nowhere"], "no revision 'nowhere'"),
-        (["owner/small", "--parallel", "0"], "give at least 1"),
     ],
 )
 def test_what_is_not_there_is_said(

@@ -233,7 +233,7 @@ def test_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert "30.0 GB of expert slots" in capsys.readouterr().err
     assert main([*GIVEN, "--context", "1000000", "--sequences", "4"]) == 1
     assert "does not fit into 8151 MiB of graphics memory" in capsys.readouterr().err
-    assert main(["plan", "--gpu", "rtx4060", "--record", "x.csv"]) == 1
+    assert main(["plan", "--gpu", "rtx4060", "--record", "x.csv"]) == 2
     with pytest.raises(SystemExit):
         main(["plan", "--gpu", "rtx9999"])
 

@@ -38,11 +38,13 @@ def test_the_demo_passes_and_is_recorded(
 
 
 @pytest.mark.parametrize(("change", "passed"), [({}, True), ({"mean_kl": 0.0031}, False), ({"greedy": 62}, False)])
-def test_one_bad_passage_fails(change: dict, passed: bool, demo_store: Store, capsys, monkeypatch, tmp_path) -> None:
+def test_one_bad_passage_fails(
+    change: dict, passed: bool, demo_checkpoint: Path, demo_store: Store, capsys, monkeypatch, tmp_path
+) -> None:
     results = [("one", GOOD), ("two", Parity(**{**vars(GOOD), **change})), ("three", GOOD)]
     monkeypatch.setattr(verify, "measure", lambda *_: iter(results))
     record = tmp_path / "here.csv"
-    status = main(["verify", "unused", str(demo_store.folder), "--record", str(record)])
+    status = main(["verify", str(demo_checkpoint), str(demo_store.folder), "--record", str(record)])
     assert status == (0 if passed else 1)
     assert ("FAILED" in capsys.readouterr().out) is not passed
     assert f"of 3 passages: {'one' if passed else 'two'}" in record.read_text()
@@ -73,7 +75,7 @@ def test_a_missing_store(tmp_path: Path, demo_checkpoint: Path, capsys: pytest.C
 
 
 def test_it_asks_for_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify"]) == 1
+    assert main(["verify"]) == 2
     assert "give the checkpoint's folder and the store's" in capsys.readouterr().err
 
 

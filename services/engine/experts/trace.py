@@ -202,7 +202,10 @@ class Trace:
 def read_trace(path: Path) -> Trace:
     """Raises TraceError if the file is no trace or not even its header is whole."""
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(len(MAGIC))
+            if data == MAGIC:  # whatever else the path may name is not read to its end: some have none
+                data += file.read()
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
     if not data.startswith(MAGIC):

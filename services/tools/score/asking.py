@@ -2,7 +2,6 @@
 model on the CPU. Both are asked greedily. Owns no question and no judgement."""
 
 import json
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from services.engine.experts.streamer import open_experts
 from services.engine.model import Model, Segment
 from services.engine.pages import PagePool, pages_for
 from services.engine.state import State
+from services.tools.completions import first_choice
 from services.tools.repack import repack
 
 CHUNK_TOKENS = 64
@@ -40,7 +40,7 @@ class Asked(Protocol):
 
 
 class Server:
-    """`url` with /v1 at its end. Raises urllib's errors."""
+    """`url` with /v1 at its end. Raises ServerError."""
 
     def __init__(self, url: str, model: str) -> None:
         self._url, self._model = url.rstrip("/"), model
@@ -55,11 +55,7 @@ class Server:
         }
         if tools:
             body["tools"] = list(tools)
-        request = urllib.request.Request(
-            f"{self._url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=600) as response:
-            choice = json.load(response)["choices"][0]
+        choice = first_choice(self._url, body, 600)
         said = choice["message"]
         calls = [call["function"] for call in said.get("tool_calls") or ()]
         return Reply(

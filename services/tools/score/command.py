@@ -9,16 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from services.tools import figures
+from services.tools.amounts import whole
+from services.tools.complaints import UsageError
 from services.tools.score import questions
 from services.tools.score.asking import Asked, InProcess, Server
 
 Say = Callable[[str], None]
-
-
-class ExamError(Exception):
-    """The exam cannot be held as asked. The message says what to give."""
-
-    code = "bad_exam"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--texts", type=Path, help="a checkpoint's perplexity on this text too, as `thimble perplexity`"
     )
-    parser.add_argument("--few", type=int, metavar="N", help="only the first N of every part, for a try")
+    parser.add_argument("--few", type=whole, metavar="N", help="only the first N of every part, for a try")
     parser.add_argument("--show", action="store_true", help="print what was answered wrong")
     parser.add_argument("--record", type=Path, metavar="CSV", help="append the figures as rows")
     parser.add_argument("--note", default="", help="put into each row's note")
@@ -43,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.where.startswith(("http://", "https://")):
         if not args.model or args.texts:
-            raise ExamError("a server: name its model, and leave out --texts")
+            raise UsageError("a server: name its model, and leave out --texts")
         examine(Server(args.where, args.model), args.few, say, told)
     else:
         with tempfile.TemporaryDirectory() as scratch:

@@ -13,6 +13,8 @@ import argparse
 import csv
 from pathlib import Path
 
+from services.tools.amounts import amount, count, nothing_or_more, whole
+from services.tools.complaints import UsageError
 from services.tools.train_demo import shapes
 
 STEPS = ("prepare", *shapes.STAGES, "measure", "curve", "export")
@@ -28,16 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--corpus", type=Path, help="prepare: folder with pretrain, pretrain_val, chat, chat_val .jsonl[.gz|.xz]"
     )
-    parser.add_argument("--lessons", type=int, help="prepare: how many chats are made up (as mixture.json says)")
+    parser.add_argument("--lessons", type=count, help="prepare: how many chats are made up (as mixture.json says)")
     parser.add_argument("--size", choices=tuple(shapes.RECIPES), default="demo", help="of the model; tiny is for tests")
-    parser.add_argument("--device", help="cuda or cpu (what there is)")
-    parser.add_argument("--minutes", type=float, default=9.0, help="of training in this run (9)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="(what there is)")
+    parser.add_argument("--minutes", type=amount, default=9.0, help="of training in this run (9)")
     parser.add_argument(
-        "--stage-minutes", type=float, default=9.0, help="of the whole stage, if --steps is not given (9)"
+        "--stage-minutes", type=amount, default=9.0, help="of the whole stage, if --steps is not given (9)"
     )
-    parser.add_argument("--steps", type=int, help="of the whole stage; a multiple of 16")
+    parser.add_argument("--steps", type=whole, help="of the whole stage; a multiple of 16")
     parser.add_argument(
-        "--sparsity", type=float, default=0.0, help="how much values behind relu are pushed to zero (0)"
+        "--sparsity", type=nothing_or_more, default=0.0, help="how much values behind relu are pushed to zero (0)"
     )
 
 
@@ -51,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     from services.tools.train_demo.training import Training, TrainingError
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("there is no CUDA device: leave --device out, or give cpu, which takes many hours")
     if device == "cpu":
         torch.set_num_threads(1)  # torch's threads spin while they wait for one another
     training = Training(args.run, shapes.RECIPES[args.size], device, print)
@@ -82,10 +86,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    from services.tools.train_demo.prepare import CorpusError, prepare
+    from services.tools.train_demo.prepare import prepare
 
     if args.corpus is None:
-        raise CorpusError("prepare: name the corpus with --corpus FOLDER")
+        raise UsageError("prepare: name the corpus with --corpus FOLDER")
     lessons = shapes.MIXTURE["lessons"] if args.lessons is None else args.lessons
     prepare(args.corpus, args.run, shapes.config(args.size)["vocab_size"], lessons, print)
     shapes.write_config(args.run, args.size)
@@ -100,8 +104,13 @@ def _curve(args: argparse.Namespace) -> int:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    with (args.run / "loss.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    from services.tools.train_demo.training import TrainingError
+
+    try:
+        with (args.run / "loss.csv").open(encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except FileNotFoundError as error:
+        raise TrainingError(f"{args.run}: holds no loss.csv; run `thimble train-demo pretrain` first") from error
     figure, axes = pyplot.subplots(figsize=(9, 5))
     for stage in shapes.STAGES:
         part = [row for row in rows if row["stage"] == stage]

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from services.engine.checkpoint import SINGLE
@@ -21,6 +22,8 @@ from services.engine.errors import CheckpointError
 from services.engine.model_config import language_config, read_config
 from services.engine.names import canonical
 from services.engine.tensorfile import write_tensors
+from services.tools.amounts import count, nothing_or_more, whole
+from services.tools.complaints import UsageError
 from services.tools.train_vision import scoring
 from services.tools.train_vision.batches import Prompts
 from services.tools.train_vision.language import Language
@@ -36,19 +39,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("out", type=Path, help="folder for the new checkpoint; must not exist")
     cuda = torch.cuda.is_available()
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument("--minutes", type=float, default=7.0, help="of training, runs before this one included (7)")
-    parser.add_argument("--batch", type=int, default=128, help="pictures a step for the tower alone (128)")
-    parser.add_argument("--words", type=int, default=128, help="pictures a step before the language model (128)")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes that draw")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     parser.add_argument(
-        "--pool", type=int, default=120_000 if cuda else 1500, help="drawings to keep in memory, 0.2 MB each"
+        "--minutes", type=nothing_or_more, default=7.0, help="of training, runs before this one included (7)"
+    )
+    parser.add_argument("--batch", type=whole, default=128, help="pictures a step for the tower alone (128)")
+    parser.add_argument("--words", type=whole, default=128, help="pictures a step before the language model (128)")
+    parser.add_argument("--workers", type=count, default=max(1, (os.cpu_count() or 2) - 2), help="processes that draw")
+    parser.add_argument(
+        "--pool", type=whole, default=120_000 if cuda else 1500, help="drawings to keep in memory, 0.2 MB each"
     )
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=cuda, help="compiled layers (on a GPU)"
     )
-    parser.add_argument("--width", type=int, default=192, help="of the tower, a multiple of 48 (192)")
-    parser.add_argument("--blocks", type=int, default=5, help="of the tower (5)")
+    parser.add_argument("--width", type=whole, default=192, help="of the tower, a multiple of 48 (192)")
+    parser.add_argument("--blocks", type=whole, default=5, help="of the tower (5)")
     parser.add_argument(
         "--graph", action=argparse.BooleanOptionalAction, default=cuda, help="steps as CUDA graphs (on a GPU)"
     )
@@ -59,9 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="begin with the tower of this checkpoint (a folder, or one file of tensors); its projector is left",
     )
-    parser.add_argument("--alone", type=float, help="share of the minutes for the tower alone (0.5; 0.45 with --tower)")
+    parser.add_argument(
+        "--alone", type=nothing_or_more, help="share of the minutes for the tower alone (0.5; 0.45 with --tower)"
+    )
     parser.add_argument("--record", type=Path, metavar="CSV", help="append a row for each examination and topic")
-    parser.add_argument("--score", type=int, default=8, help="384 held-out pictures each, examined at the end (8)")
+    parser.add_argument("--score", type=count, default=8, help="384 held-out pictures each, examined at the end (8)")
     parser.add_argument(
         "--state", type=Path, help="what an interrupted run goes on from (OUT.state); removed when it is done"
     )
@@ -69,6 +76,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("there is no CUDA device: leave --device out, or give cpu, which takes many hours")
+    if args.width % 48:
+        raise UsageError(f"--width {args.width}: give a multiple of 48")
     language = language_config(read_config(args.checkpoint))
     if args.out.exists():
         raise CheckpointError(f"{args.out}: exists; give a new folder")
@@ -106,13 +117,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def vision_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """By the checkpoint's names; of a folder, or of one file."""
-    return {
-        name: tensor
-        for path in (sorted(checkpoint.glob("*.safetensors")) if checkpoint.is_dir() else [checkpoint])
-        for name, tensor in load_file(path).items()
-        if canonical(name)[0] == "vision"
-    }
+    """By the checkpoint's names; of a folder, or of one file. Raises CheckpointError."""
+    try:
+        return {
+            name: tensor
+            for path in (sorted(checkpoint.glob("*.safetensors")) if checkpoint.is_dir() else [checkpoint])
+            for name, tensor in load_file(path).items()
+            if canonical(name)[0] == "vision"
+        }
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot be read as tensors: {error}; give a checkpoint's folder or a file") from error
 
 
 def write(checkpoint: Path, out: Path, network: Network) -> None:

@@ -8,8 +8,6 @@ painted  as a person would paint them, drawn by other code
 import argparse
 import base64
 import io
-import json
-import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,9 @@ from pathlib import Path
 from PIL import Image
 
 from services.tools import figures
+from services.tools.amounts import count, whole
+from services.tools.complaints import UsageError
+from services.tools.completions import first_choice
 from services.tools.train_vision import plain
 from services.tools.train_vision.answers import is_right
 from services.tools.train_vision.drawings import HELD_OUT, drawing
@@ -48,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", help="of the api, with /v1 at its end")
     parser.add_argument("model")
     parser.add_argument("--sets", default=",".join(SETS), help="of pictures: plain, drawn, painted (all)")
-    parser.add_argument("--drawings", type=int, default=100, help="how many of each set (100)")
-    parser.add_argument("--first", type=int, default=FIRST, help="number of the first one, of those held out")
+    parser.add_argument("--drawings", type=whole, default=100, help="how many of each set (100)")
+    parser.add_argument("--first", type=count, default=FIRST, help="number of the first one, of those held out")
     parser.add_argument("--wrong", type=Path, metavar="FOLDER", help="write those that are answered wrong there")
     parser.add_argument("--record", type=Path, metavar="CSV", help="append a demo.vision row for each set and topic")
 
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     for name in args.sets.split(","):
         if name not in SETS:
-            raise SystemExit(f"thimble see: no set {name!r}; there are {', '.join(SETS)}")
+            raise UsageError(f"no set {name!r}; there are {', '.join(SETS)}")
         asked, right = Counter[str](), Counter[str]()
         for number in range(args.first, args.first + args.drawings):
             image, question = SETS[name](number)
@@ -85,11 +86,7 @@ def ask(url: str, model: str, image: Image.Image, question: str) -> str:
     picture = f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
     content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": question}]
     body = {"model": model, "messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 32}
-    request = urllib.request.Request(
-        f"{url.rstrip('/')}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=300) as reply:
-        return str(json.load(reply)["choices"][0]["message"]["content"] or "")
+    return str(first_choice(url, body, 300)["message"]["content"] or "")
 
 
 def _keep(folder: Path, name: str, image: Image.Image, text: str) -> None:
