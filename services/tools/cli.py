@@ -5,12 +5,15 @@ asked for, so that `thimble chat` does not wait for torch.
 """
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from services import garbage
@@ -57,6 +60,7 @@ SUBCOMMANDS = {
 }
 
 
+INTERRUPTED = b"thimble: interrupted\n"
 OURS = ("services", "kernels")
 ALL = "'thimble[engine,api,embedded,checkpoint,tools]'"  # what a part of ours needs beside Python
 
@@ -77,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if sys.stdout:
                 sys.stdout.flush()  # here, where a full disk still has a message
     except KeyboardInterrupt:
-        print("thimble: interrupted", file=sys.stderr)
+        print(INTERRUPTED.decode(), end="", file=sys.stderr)
         return 130
     except BrokenPipeError:
         _forget_what_cannot_be_written()
@@ -110,11 +114,30 @@ def _run(words: list[str]) -> int:
         print(f"thimble: unknown command {name!r}{hint}\n\n{usage()}", file=sys.stderr)
         return 2
     subcommand = SUBCOMMANDS[name]
-    with garbage.not_looked_for():
+    with garbage.not_looked_for(), _ended_at_once():
         module = importlib.import_module(subcommand.module)
     parser = argparse.ArgumentParser(prog=f"thimble {name}", description=subcommand.summary)
     module.add_arguments(parser)
     return int(module.run(parser.parse_args(words[1:])))
+
+
+@contextlib.contextmanager
+def _ended_at_once() -> Iterator[None]:
+    """Ctrl-C while modules come along ends the process: an exception in the midst of torch's C++ would abort it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(number: int, frame: object) -> None:
+    del number, frame
+    os.write(2, INTERRUPTED)
+    os._exit(130)
 
 
 def _name(words: list[str]) -> str:

@@ -134,6 +134,23 @@ def test_output_that_cannot_be_written_is_a_failure_with_a_word(words: str, tmp_
     assert "No space left on device; free space there" in ended.stderr
 
 
+IMPORTING = """
+import os, signal, sys
+class Interrupting:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+from services.tools.cli import main
+sys.exit(main(["repack", "none", "none"]))
+"""
+
+
+def test_an_interrupt_while_modules_come_along_is_130_too() -> None:
+    ended = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (130, "thimble: interrupted\n")
+
+
 @pytest.mark.parametrize("words", ["--help", "settings", "up --help", "doctor"])
 def test_a_reader_that_has_gone_is_not_worth_a_word(words: str) -> None:
     ended = command(f"{words} > >(exec true); wait $!; exit 0")
