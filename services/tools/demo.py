@@ -11,13 +11,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "demo"
 STAMP = "demo.sha256"  # beside the manifest: what the store was made from
+SIZED = (".bin", ".json", ".safetensors")  # files of the store that nothing but a repack changes
 # A change of how blocks and stores are laid out makes a store stale as much as other weights do.
 LAYOUT_SOURCES = ("kernels/block.py", "services/engine/experts/store.py")
 
 
 def is_fresh(store: Path) -> bool:
-    stamp = store / STAMP
-    return (store / "manifest.json").exists() and stamp.exists() and stamp.read_text().strip() == _digest()
+    """Whether it is all there, and of what demo/ is now. What a full disk or a power cut has cut off is made again."""
+    try:
+        digest, *files = (store / STAMP).read_text().splitlines()
+        whole = all((store / name).stat().st_size == int(size) for size, name in (line.split(" ", 1) for line in files))
+        return bool(files) and whole and digest == _digest()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
 
 
 def make(store: Path) -> None:
@@ -27,7 +33,8 @@ def make(store: Path) -> None:
     with contextlib.suppress(NotADirectoryError):  # which repack tells of
         (store / STAMP).unlink(missing_ok=True)
     repack(CHECKPOINT, store, replace=True, say=print)
-    (store / STAMP).write_text(_digest() + "\n")
+    sizes = [f"{path.stat().st_size} {path.name}" for path in sorted(store.iterdir()) if path.suffix in SIZED]
+    (store / STAMP).write_text("\n".join([_digest(), *sizes]) + "\n")
 
 
 def _digest() -> str:

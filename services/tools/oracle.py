@@ -44,7 +44,9 @@ def load(checkpoint: Path) -> Any:
         model = build(config(checkpoint))
         weights = dequantise(read(checkpoint))
     except (OSError, KeyError, ValueError) as error:
-        raise OracleError(f"{checkpoint}: the reference cannot read it: {error!r}") from error
+        raise OracleError(
+            f"{checkpoint}: the reference cannot read it: {error!r}; `thimble fetch --check` gets what is damaged"
+        ) from error
     try:
         model.load_state_dict(their_names(weights), strict=True, assign=True)
     except RuntimeError as error:

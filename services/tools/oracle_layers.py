@@ -42,7 +42,9 @@ def logits(checkpoint: Path, texts: list[list[int]], kept: Path, say: Say = lamb
         for begin in range(0, config.vocab_size, _SLICE_ROWS):
             out[:, begin : begin + _SLICE_ROWS] = flat @ _rows(tensors, head, begin, begin + _SLICE_ROWS).T
     except (OSError, KeyError, ValueError) as error:
-        raise oracle.OracleError(f"{checkpoint}: the reference cannot read it: {error!r}") from error
+        raise oracle.OracleError(
+            f"{checkpoint}: the reference cannot read it: {error!r}; `thimble fetch --check` gets what is damaged"
+        ) from error
     kept.unlink(missing_ok=True)
     return list(torch.split(out, [len(ids) for ids in texts]))
 

@@ -25,7 +25,7 @@ from typing import IO
 import xxhash
 
 from services.engine.checkpoint import Checkpoint, weight_files
-from services.engine.errors import CheckpointError, DiskError
+from services.engine.errors import CheckpointError, DiskError, StoreError
 from services.engine.experts import store as layout
 from services.engine.experts.store import Block, DraftFile, Store, VisionFile
 from services.engine.model_config import read_config
@@ -35,6 +35,7 @@ from services.engine.vision.config import read_vision_config
 from services.engine.weights import DRAFT_MOE, FLOATS, Format, expert_name
 from services.tools import disk_speed, figures, repack_check, repack_dense
 from services.tools.amounts import count
+from services.tools.complaints import refused
 from services.tools.progress import Progress
 from services.tools.repack_dense import Dense
 from services.tools.repack_expert import Room, pack_expert
@@ -100,7 +101,7 @@ def _plain_copy(files: list[Path], folder: Path) -> float:
         folder.mkdir(parents=True, exist_ok=True)
         return disk_speed.copy_rate(files, folder / "copy.part")
     except OSError as error:
-        raise DiskError(f"{folder}: {error.strerror or error}; free space there or choose another folder") from error
+        raise DiskError(refused(error, folder)) from error
 
 
 def repack(
@@ -124,12 +125,15 @@ def repack(
             _make(source, folder, journal, key, dense, say)
             (folder / layout.JOURNAL).unlink()
     except OSError as error:
-        raise DiskError(f"{folder}: {error.strerror or error}; free space there or choose another folder") from error
+        raise DiskError(refused(error, folder)) from error
     return Store.open(folder)
 
 
 def _finished(folder: Path, key: str, source: Checkpoint, say: Callable[[str], None]) -> Store:
-    store = Store.open(folder)
+    try:
+        store = Store.open(folder)
+    except StoreError as error:
+        raise StoreError(f"{error}; with --replace, as something is there") from error
     if store.source.get("key") != key:
         raise DiskError(
             f"{folder}: holds a finished store of another checkpoint ({store.source.get('folder')!r}), of older "

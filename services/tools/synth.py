@@ -32,6 +32,7 @@ from services.engine.gpu.ledger import Layout
 from services.engine.model_config import ModelConfig
 from services.engine.tensorfile import DTYPES, header_bytes, write_file
 from services.tools.amounts import count, whole
+from services.tools.complaints import refused
 from services.tools.demo import CHECKPOINT
 from services.tools.progress import Progress
 from services.tools.synthetic_blocks import DISTINCT, SyntheticBlocks
@@ -112,7 +113,7 @@ def synthesise(
         (folder / layout.MANIFEST).unlink(missing_ok=True)
         _make(folder, config, recipe, source)
     except OSError as error:
-        raise DiskError(f"{folder}: {error.strerror or error}; free space there or choose another folder") from error
+        raise DiskError(refused(error, folder)) from error
     return Store.open(folder)
 
 
