@@ -23,7 +23,7 @@ DIM, PLAIN = "\033[2m", "\033[0m"
 HELP = "/new starts over, /think switches thinking on and off, /quit (or Ctrl-D) ends; Ctrl-C stops an answer"
 
 
-NO_MODELS = "it has no list of models; give the address that `thimble up` prints"
+ADDRESS = "give the address that `thimble up` prints"
 
 
 class ChatError(Exception):
@@ -68,7 +68,9 @@ class Server:
             try:
                 found = [str(model["id"]) for model in json.loads(reply.read())["data"]]
             except (ValueError, KeyError, TypeError, OSError, http.client.HTTPException) as error:
-                raise ChatError(f"{self.url} is no OpenAI-compatible server: {NO_MODELS}") from error
+                raise ChatError(
+                    f"{self.url} is no OpenAI-compatible server: it has no list of models; {ADDRESS}"
+                ) from error
         if not found:
             raise ChatError(f"{self.url}: the server has no model")
         return found
@@ -106,11 +108,14 @@ class Server:
         headers = {"Content-Type": "application/json", "Connection": "close"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
+        connection = kind(parts.netloc, timeout=self.timeout_s)
         try:
-            connection = kind(parts.netloc, timeout=self.timeout_s)
             root = parts.path.rstrip("/").removesuffix("/v1")
             connection.request(method, f"{root}/v1{path}", json.dumps(body) if body else None, headers)
             reply = connection.getresponse()
+        except http.client.BadStatusLine as error:
+            connection.close()
+            raise ChatError(f"{self.url} answers, but is no web server; {ADDRESS}") from error
         except (OSError, http.client.HTTPException) as error:
             raise ChatError(f"cannot reach {self.url}: {error}; is `thimble up` running?") from error
         except UnicodeError as error:

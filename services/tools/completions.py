@@ -32,7 +32,10 @@ def first_choice(url: str, body: Mapping[str, Any], timeout_s: float) -> Any:
             return json.load(reply)["choices"][0]
     except urllib.error.HTTPError as error:
         with error:
-            raise ServerError(f"{address}: {_said(error)}") from error
+            to_do = "" if url.rstrip("/").endswith("/v1") else "; give its address with /v1 at its end"
+            raise ServerError(f"{address}: {_said(error)}{to_do}") from error
+    except http.client.BadStatusLine as error:
+        raise ServerError(f"{url}: answers, but is no web server; give the api's address") from error
     except (OSError, http.client.HTTPException) as error:
         why = getattr(error, "reason", error)
         raise ServerError(f"{url}: cannot be asked: {why}; is `thimble up` running?") from error
@@ -45,5 +48,4 @@ def _said(error: urllib.error.HTTPError) -> str:
     try:
         return f"{json.loads(error.read())['error']['message']} (status {error.code})"
     except (OSError, ValueError, LookupError, TypeError):
-        to_do = "; give its address with /v1 at its end" if error.code == 404 else ""
-        return f"the server answered with status {error.code}{to_do}"
+        return f"the server answered with status {error.code}"

@@ -17,12 +17,15 @@ def append(path: Path, name: str, value: float, unit: str, note: str) -> None:
     """Add one row to `path`, with its heading if the file is new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        rows = csv.writer(file, lineterminator="\n")
-        if new:
-            rows.writerow(COLUMNS)
-        today = datetime.datetime.now(datetime.UTC).date().isoformat()
-        rows.writerow((today, commit(), path.stem, name, f"{value:.6g}", unit, note))
+    try:
+        with path.open("a", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file, lineterminator="\n")
+            if new:
+                rows.writerow(COLUMNS)
+            today = datetime.datetime.now(datetime.UTC).date().isoformat()
+            rows.writerow((today, commit(), path.stem, name, f"{value:.6g}", unit, note))
+    except OSError as error:  # a full disk's does not say where
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def commit() -> str:

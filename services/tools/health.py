@@ -38,6 +38,8 @@ def api_trouble(url: str, timeout_s: float = TIMEOUT_S) -> str:
     except urllib.error.HTTPError as error:
         with error:
             return f"{url}: {_message(error.read()) or f'status {error.code}'}"
+    except http.client.BadStatusLine:
+        return f"{url}: answers, but is no web server"
     except (OSError, http.client.HTTPException) as error:
         return f"{url}: {getattr(error, 'reason', error)}"
     except ValueError:

@@ -49,8 +49,12 @@ def look(engine: str, api: str) -> Scrape:
     """Raises TopError without an engine; an api that does not answer is left out."""
     try:
         texts = [_metrics(engine)]
+    except http.client.BadStatusLine as error:
+        raise TopError(f"{engine} answers, but is no web server; give the address of the engine's metrics") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise TopError(f"cannot read {engine}: {error}; is `thimble up` running? Its last lines say where") from error
+    if "thimble_decode_steps_total" not in texts[0]:
+        raise TopError(f"{engine} has no metrics of an engine; give the engine's address, not the api's")
     at_s = time.monotonic()
     with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
         texts.append(_metrics(api))

@@ -72,5 +72,7 @@ def test_without_an_api_or_a_token_it_says_so(stack: Running, capsys: pytest.Cap
 def test_without_an_engine_it_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--once", "--engine", "http://127.0.0.1:9"]) == 1
     assert "cannot read http://127.0.0.1:9: " in capsys.readouterr().err
-    assert main(["top", "--once", "--every", "0"]) == 1
-    assert "give a time above 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["top", "--once", "--every", "0"])
+    assert ended.value.code == 2
+    assert "argument --every: '0': expected more than 0" in capsys.readouterr().err

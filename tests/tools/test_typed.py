@@ -5,10 +5,13 @@ that nobody takes, addresses that are none. What each subcommand does with what 
 """
 
 import argparse
+import contextlib
 import importlib
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +41,11 @@ WORDS = {
 }
 
 
+READING = ("verify", "doctor", "simulate", "perplexity", "score", "curve", "teach")  # the others make a folder
+PLACES = [(name, place) for name in WORDS for place in ("a file", "a file/below", "/dev/full", "/proc/none")]
+PLACES += [(name, "nö such/ plàce\udcff") for name in READING]
+
+
 def options(module: str) -> Iterator[argparse.Action]:
     parser = argparse.ArgumentParser()
     importlib.import_module(module).add_arguments(parser)
@@ -61,14 +69,11 @@ def places(tmp_path: Path, demo_checkpoint: Path, demo_store: object) -> dict[st
     return {"demo": str(demo_checkpoint), "store": str(store), "fresh": str(tmp_path / "new")}
 
 
-@pytest.mark.parametrize("name", WORDS)
-@pytest.mark.parametrize("place", ["a file", "a file/below", "/dev/full", "/proc/none", "nö such/ plàce\udcff"])
+@pytest.mark.parametrize(("name", "place"), PLACES)
 def test_a_place_that_cannot_be_had_is_named(
     name: str, place: str, places: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     where = str(tmp_path / place)
-    if place.startswith("nö") and name not in ("verify", "doctor", "simulate", "perplexity", "score", "curve", "teach"):
-        pytest.skip("such a folder is made")
     if name in ("plan",) and place == "/dev/full":
         where = "/dev/full/below"
     words = [word.format(place=where, **places) for word in WORDS[name]]
@@ -103,20 +108,60 @@ ADDRESSES = ["nonsense", "http://[::1", "http://127.0.0.1:9", "http://127.0.0.1:
              "http://127.0.0.1:x"]  # fmt: skip
 
 
-@pytest.mark.parametrize("address", ADDRESSES)
-@pytest.mark.parametrize(
-    "words",
-    ["chat hello --url", "chat --url", "top --once --every 0.01 --engine", "health --api", "health --engine",
-     "see --drawings 1 --sets plain URL demo", "score URL demo", "fetch owner/name there --endpoint"],
-)  # fmt: skip
+ASKING = ["chat hello --url URL", "chat --url URL", "top --once --every 0.01 --engine URL", "health --api URL",
+          "health --engine URL", "see --drawings 1 --sets plain URL demo", "fetch owner/name there --endpoint URL"]  # fmt: skip
+ASKED = [(words, address) for words in ASKING for address in ADDRESSES]
+ASKED += [("score URL demo", address) for address in ADDRESSES if address.startswith("http")]  # else a folder's name
+
+
+@pytest.mark.parametrize(("words", "address"), ASKED)
 def test_an_address_where_nothing_is_is_told(words: str, address: str, capfd: pytest.CaptureFixture[str]) -> None:
-    if words.startswith("score") and not address.startswith("http"):
-        pytest.skip("a folder's name")
-    said = words.replace("URL", address).split() if "URL" in words else [*words.split(), address]
-    assert main(said) == 1
+    assert main(words.replace("URL", address).split()) == 1
     told = capfd.readouterr().err
     assert address.removeprefix("http://") in told
     assert "Traceback" not in told
+
+
+@pytest.fixture(scope="module")
+def no_web_server() -> Iterator[str]:
+    """Answers like the engine's gRPC port: in bytes that are no HTTP, and no letters."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.recv(4096)
+                        connection.sendall(b"\x00\x00\x18\x04\x00\x1b[31m\x00\x04")
+                        connection.shutdown(socket.SHUT_WR)
+                        while connection.recv(4096):  # else what was not read would reset it
+                            pass
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["chat hello --url URL", "top --once --every 0.01 --engine URL", "health --api URL", "score URL/v1 demo",
+     "see --drawings 1 --sets plain URL/v1 demo"],
+)  # fmt: skip
+def test_what_is_no_web_server_is_told_in_letters(
+    words: str, no_web_server: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.replace("URL", no_web_server).split()) == 1
+    told = capfd.readouterr().err
+    assert "answers, but is no web server" in told
+    assert told.strip().isprintable()
+
+
+def test_a_full_disk_behind_a_record_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    full = tmp_path / "here.csv"
+    full.symlink_to("/dev/full")
+    assert main(["cards", "--card", "rtx5060", "--record", str(full)]) == 1
+    assert f"thimble cards: {full}: No space left on device; free space there" in capsys.readouterr().err
 
 
 def command(words: str, **options: object) -> "subprocess.CompletedProcess[str]":
