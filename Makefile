@@ -6,7 +6,7 @@ BIN := .venv/bin
 JOBS ?= 2# tests at once; they start real servers and watch the clock, so not as many as there are cores
 PIP := $(BIN)/pip --disable-pip-version-check --no-input install --constraint .venv/constraints.txt $(PIP_FLAGS)
 
-.PHONY: up test lint types native unit drill proto settings pins locks audit clean
+.PHONY: up test lint types native unit drill docker-host proto settings pins locks audit clean
 
 up: .venv/up.stamp
 	@exec $(BIN)/thimble up $(ARGS)
@@ -31,9 +31,11 @@ unit: native
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m "not gpu and not compose" -n $(JOBS) --dist loadfile
 
 # The compose stack on a real Docker engine (DOCKER_HOST), with stand-in base images; see tests/stack/drill/README.md.
-drill: .venv/test.stamp
-	@test -n "$$DOCKER_HOST" || { echo "set DOCKER_HOST to the Docker engine that may build and run this" >&2; exit 1; }
+drill: docker-host .venv/test.stamp
 	$(BIN)/pytest -m compose -s tests/stack
+
+docker-host:
+	@test -n "$$DOCKER_HOST" || { echo "set DOCKER_HOST to the Docker engine that may build and run this" >&2; exit 1; }
 
 proto: .venv/test.stamp
 	$(BIN)/python -m grpc_tools.protoc -I services/rpc=proto/thimble/v1 --python_out=. --pyi_out=. --grpc_python_out=. services/rpc/engine.proto

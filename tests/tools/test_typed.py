@@ -21,6 +21,7 @@ from services.tools.bench import BENCHMARKS
 from services.tools.cli import SUBCOMMANDS, main
 from services.tools.complaints import refused
 
+ROOT = Path(__file__).parents[2]
 MODULES = {name: one.module for name, one in SUBCOMMANDS.items()}
 MODULES |= {f"bench {name}": module for name, (module, _) in BENCHMARKS.items()}
 WORDS = {
@@ -109,9 +110,10 @@ ADDRESSES = ["nonsense", "http://[::1", "http://127.0.0.1:9", "http://127.0.0.1:
 
 
 ASKING = ["chat hello --url URL", "chat --url URL", "top --once --every 0.01 --engine URL", "health --api URL",
-          "health --engine URL", "see --drawings 1 --sets plain URL demo", "fetch owner/name there --endpoint URL"]  # fmt: skip
+          "health --engine URL", "see --drawings 1 --sets plain URL demo", "fetch a/b there --endpoint URL"]  # fmt: skip
 ASKED = [(words, address) for words in ASKING for address in ADDRESSES]
-ASKED += [("score URL demo", address) for address in ADDRESSES if address.startswith("http")]  # else a folder's name
+# Of others `score` would think that they are folders.
+ASKED += [("score URL demo", address) for address in ADDRESSES if address.startswith("http")]
 
 
 @pytest.mark.parametrize(("words", "address"), ASKED)
@@ -221,3 +223,20 @@ def test_the_system_s_refusals_say_what_to_do() -> None:
         "there: No space left on device; free space there, or give another place"
     )
     assert refused(OSError("odd")) == "odd"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("tests/vision/fuzz_decoder.py", "arguments are required: minutes"),
+        ("tests/vision/fuzz_decoder.py x", "invalid float value: 'x'"),
+        ("tests/vision/invoice.py http://127.0.0.1:9/v1 demo-doc --invoices 1", "http://127.0.0.1:9/v1: no answer: "),
+        ("tests/vision/invoice.py nonsense demo-doc --invoices 1", "nonsense: no answer: "),
+    ],
+)
+def test_the_readme_s_scripts_say_what_is_wrong(words: str, said: str) -> None:
+    """By their own folders, as the README calls them."""
+    ended = subprocess.run([sys.executable, *words.split()], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode in (1, 2)
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -1,10 +1,11 @@
 """Damaged pictures by the thousand through the decoder's process: each must come out as pixels or as a refusal.
 
-    python tests/vision/fuzz_decoder.py MINUTES [SEED]
+    .venv/bin/python tests/vision/fuzz_decoder.py MINUTES [SEED]
 
 A crash, a hang or memory above the limit is a finding; the bytes that led to it are kept in a temporary folder.
 """
 
+import argparse
 import json
 import random
 import resource
@@ -139,7 +140,11 @@ def _narrowed(pictures: list[bytes], program: Path, most_s: float) -> list[tuple
 
 
 def main() -> int:
-    minutes, seed = float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    parser = argparse.ArgumentParser(description="damaged pictures through the decoder's process")
+    parser.add_argument("minutes", type=float)
+    parser.add_argument("seed", type=int, nargs="?", default=0)
+    given = parser.parse_args()
+    minutes, seed = given.minutes, given.seed
     report = fuzz(60 * minutes, seed)
     peak_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024  # this process has no other children
     if peak_bytes > decoder.MEMORY_BYTES:

@@ -1,6 +1,6 @@
 """The invoice test: can a model read lines 21 to 30 of a page with 60 lines in a 15-pixel font?
 
-    python tests/vision/invoice.py URL MODEL [--invoices 4] [--seed 0] [--detail high] [--save FOLDER]
+    .venv/bin/python tests/vision/invoice.py URL MODEL [--invoices 4] [--seed 0] [--detail high] [--save FOLDER]
 
 Runs against any server with OpenAI's chat completions (URL is what ends in /v1; OPENAI_API_KEY is sent if it is set).
 Invoices are drawn from a seed, in four layouts, with their content as data; each line is asked for by itself, and each
@@ -9,12 +9,14 @@ of its three fields counts by itself.
 
 import argparse
 import base64
+import http.client
 import io
 import json
 import os
 import random
 import re
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -220,9 +222,16 @@ def server(url: str, model: str, detail: str) -> Ask:
             "Content-Type": "application/json",
             "Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', 'none')}",
         }
-        request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=1800) as reply:
-            return str(json.load(reply)["choices"][0]["message"]["content"] or "")
+        try:
+            request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
+            with urllib.request.urlopen(request, timeout=1800) as reply:
+                return str(json.load(reply)["choices"][0]["message"]["content"] or "")
+        except urllib.error.HTTPError as error:
+            with error:
+                said = error.read().decode(errors="replace")
+            raise SystemExit(f"invoice.py: {url} answered with status {error.code}: {said}") from error
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+            raise SystemExit(f"invoice.py: {url}: no answer: {error}; give a server's address, with /v1") from error
 
     return ask
 
