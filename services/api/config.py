@@ -87,6 +87,10 @@ class ApiConfig:
                 raise SettingError(f"{variable(name)}={value} is out of range: give a value from {low} to {high}")
         if not self.engine_addresses:
             raise SettingError(f"{variable('engines')} is empty: give the engine's address, for example 127.0.0.1:8600")
+        for address in self.engine_addresses:
+            port = address.rpartition(":")[2] if ":" in address else ""
+            if not address.startswith("unix:") and not (port.isdecimal() and 0 < int(port[:6]) < 65536):
+                raise SettingError(f"{variable('engines')}: {address!r} has no port: give HOST:PORT, as 127.0.0.1:8600")
         if not self.host.strip():
             raise SettingError(f"{variable('host')} is empty: give an address, 127.0.0.1 for this machine only")
         if self.api_key and self.api_key_file:

@@ -47,6 +47,17 @@ def test_a_key_that_no_client_can_send_is_refused(key: str, tmp_path: Path) -> N
             config.read_api_key()
 
 
+@pytest.mark.parametrize("engines", ["nonsense", "a:8600,b", "a:", "a:x", "a:0", "a:99999", "http://a", ":"])
+def test_an_engine_s_address_without_a_port_is_refused(engines: str) -> None:
+    with pytest.raises(SettingError, match=r"THIMBLE_API_ENGINES: .*give HOST:PORT"):
+        api.read_config({"THIMBLE_API_ENGINES": engines})
+
+
+@pytest.mark.parametrize("engines", ["a:8600", "127.0.0.1:1, [::1]:65535", "unix:/run/engine", "dns:///engine:8600"])
+def test_an_engine_s_address_may_be_any_that_grpc_knows(engines: str) -> None:
+    assert api.read_config({"THIMBLE_API_ENGINES": engines}).engine_addresses
+
+
 @pytest.mark.parametrize("variable", ["THIMBLE_API_HOST", "THIMBLE_ENGINE_HOST", "THIMBLE_ENGINE_METRICS_HOST"])
 @pytest.mark.parametrize("host", ["nonsense.invalid", "a..b", "203.0.113.7", "x" * 300])
 def test_an_address_that_is_not_this_machine_s_is_named(variable: str, host: str) -> None:

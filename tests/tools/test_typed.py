@@ -110,7 +110,7 @@ ADDRESSES = ["nonsense", "http://[::1", "http://127.0.0.1:9", "http://127.0.0.1:
 
 
 ASKING = ["chat hello --url URL", "chat --url URL", "top --once --every 0.01 --engine URL", "health --api URL",
-          "health --engine URL", "see --drawings 1 --sets plain URL demo", "fetch a/b there --endpoint URL"]  # fmt: skip
+          "health --engine URL", "see --drawings 1 --sets plain URL demo", "fetch a/b new --endpoint URL"]  # fmt: skip
 ASKED = [(words, address) for words in ASKING for address in ADDRESSES]
 # Of others `score` would think that they are folders.
 ASKED += [("score URL demo", address) for address in ADDRESSES if address.startswith("http")]
