@@ -8,7 +8,7 @@ from tiny import CONFIG, dump, feed
 
 from services.engine.errors import OutOfPagesError
 from services.engine.gpu.ledger import Kv
-from services.engine.gpu.memory import DevicePool, DeviceState
+from services.engine.gpu.memory import DevicePool, DeviceState, staging
 from services.engine.snapshots.payload import Loader, PayloadFormat
 
 FORM = PayloadFormat(CONFIG, "model", "arithmetic", kv_number_bytes=2)
@@ -112,3 +112,20 @@ def test_a_hot_state_goes_back_as_a_whole(kv: Kv, tokens: int) -> None:
     form.load(own, blocks, copy)
     form.dump(copy, again)
     assert again[: len(own) - 8] == own[: len(own) - 8], "the control: what is loaded is what is there, unchecked"
+
+
+@pytest.mark.parametrize("refused", [torch.AcceleratorError("CUDA error: out of memory"), None])
+def test_a_system_that_locks_no_more_costs_speed_alone(
+    monkeypatch: pytest.MonkeyPatch, refused: Exception | None
+) -> None:
+    asked = []
+
+    def empty(size: int, *, dtype: torch.dtype, pin_memory: bool = False) -> torch.Tensor:
+        asked.append(pin_memory)
+        if pin_memory and refused is not None:
+            raise refused
+        return torch.zeros(size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    assert staging(100, locked=True).shape == staging(100, locked=False).shape == (100,)
+    assert asked == ([True, False, False] if refused is not None else [True, False])

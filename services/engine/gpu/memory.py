@@ -97,13 +97,13 @@ class DevicePool(PagePool):
     def from_host(self, piece: Tensor) -> Iterator[memoryview]:
         """The buffer to fill with a piece's bytes; it goes to the device when the next is asked for. A buffer of its
         own: a state may arrive slowly, and others come and go meanwhile."""
-        staged = torch.empty(piece.nbytes, dtype=torch.uint8, pin_memory=piece.is_cuda)
+        staged = staging(piece.nbytes, piece.is_cuda)
         yield host_view(staged)
         piece.copy_(staged.view(piece.dtype).view(piece.shape))
 
     def stage(self, data: bytes | memoryview) -> Tensor:
         """At most a block's bytes on the device, as a tensor of them that is good until the next call's."""
-        here = torch.empty(len(data), dtype=torch.uint8, pin_memory=self.conv.is_cuda)
+        here = staging(len(data), self.conv.is_cuda)
         copy(host_view(here), data)
         return self._landing[: len(data)].copy_(here)
 
@@ -213,6 +213,15 @@ def _bytes_of(piece: Tensor) -> Tensor:
 
 def _as_bytes(memory: memoryview) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def staging(size_bytes: int, locked: bool) -> Tensor:
+    """Host memory for bytes on their way to the card; where the system locks no more, as after all that the engine has
+    locked it may not, memory as any other: a slower copy, and no failure."""
+    if locked:
+        with suppress(RuntimeError):
+            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(size_bytes, dtype=torch.uint8)
 
 
 def page_locked(size_bytes: int) -> npt.NDArray[np.uint8]:
