@@ -110,9 +110,10 @@ class Scheduler:
         """An exception inside ends these sequences and nothing else: the engine goes on."""
         try:
             yield
-        except GaveWay:
+        except (GaveWay, CancelledError) as error:  # nothing is wrong
+            by_client = CancelledError("the request was cancelled by its client")
             for sequence in sequences:
-                self.drop(sequence, CancelledError("the request was cancelled by its client"))
+                self.drop(sequence, error if isinstance(error, CancelledError) else by_client)
         except Exception as error:
             log.exception("failed: requests %s", [sequence.request.request_id[:64] for sequence in sequences])
             told = as_engine_error(error)

@@ -1,5 +1,6 @@
 """Idle work: a prompt is read ahead for its snapshot while there is nothing else to do, and gives way to everything."""
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -143,7 +144,8 @@ def test_it_can_be_cancelled_while_it_is_computed() -> None:
         assert len(t.model.calls) == 2
 
 
-def test_one_whose_beginning_is_gone_ends() -> None:
+def test_one_whose_beginning_is_gone_ends(caplog: pytest.LogCaptureFixture) -> None:
+    """It is given up, which is no failure: nobody is told of one."""
     with toy(hot_bytes=2500) as t:
         first = t.ask(Request("r", PROMPT[:13], 2, snapshot_answer=True))
         (held,) = first.finish().snapshots
@@ -156,6 +158,8 @@ def test_one_whose_beginning_is_gone_ends() -> None:
         gate.open()
         chat.until(Token)
         assert isinstance(idle.fail().error, CancelledError)
+        assert t.value("request_failures_total", code="cancelled") == 1
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_it_samples_nothing() -> None:
