@@ -135,7 +135,8 @@ def _open_disk(config: ApiConfig) -> Disk | None:
     try:
         return Disk(Path(config.snapshot_disk_dir), *sizes, config.snapshot_ttl_s)
     except OSError as error:
-        raise OSError(f"{variable('snapshot_disk_dir')}: {error}") from error
+        what = f"{error.filename or config.snapshot_disk_dir}: {error.strerror}" if error.strerror else str(error)
+        raise OSError(f"{variable('snapshot_disk_dir')}: {what}; give a folder that is the api's own") from error
 
 
 def _build_chats(

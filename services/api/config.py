@@ -104,6 +104,11 @@ class ApiConfig:
             raise SettingError(
                 f"{variable('redis_url')}: give redis://, rediss:// or unix://, the word {EMBEDDED}, or nothing"
             )
+        if self.snapshot_disk_dir and not self.redis_url:
+            raise SettingError(
+                f"{variable('snapshot_disk_dir')} is for what a store has lost, and there is none: set "
+                f"{variable('redis_url')} to redis://... or {EMBEDDED}, or leave the folder out"
+            )
         if self.redis_reader_url and urlsplit(self.redis_reader_url).scheme not in ("redis", "unix"):
             raise SettingError(f"{variable('redis_reader_url')}: give redis:// or unix://, or nothing")
 

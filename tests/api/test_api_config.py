@@ -41,6 +41,7 @@ def test_numbers_have_limits(name: str) -> None:
         ("REDIS_URL", "localhost:6379"),
         ("REDIS_READER_URL", "rediss://x"),
         ("REDDIS_URL", "redis://x"),
+        ("SNAPSHOT_DISK_DIR", "states"),  # for what a store loses, and there is none
     ],
 )
 def test_bad_values_are_named(variable: str, value: str) -> None:
@@ -52,6 +53,7 @@ def test_good_values() -> None:
     config = read_config({PREFIX + "ENGINES": "a:1, b:2,", PREFIX + "REDIS_URL": "rediss://u:p@h:1/2", "OTHER": "x"})
     assert config.engine_addresses == ("a:1", "b:2")
     assert read_config({PREFIX + "REDIS_URL": "embedded"}).redis_url == "embedded"
+    assert read_config({PREFIX + "REDIS_URL": "embedded", PREFIX + "SNAPSHOT_DISK_DIR": "x"}).snapshot_disk_dir == "x"
     assert read_config({PREFIX + "CORS_ORIGINS": "*"}).cors_origin_list == ("*",)
 
 

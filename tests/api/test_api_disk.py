@@ -298,10 +298,14 @@ def test_what_is_no_file_of_ours_goes(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*/*"))) == 3
 
 
+@pytest.mark.parametrize(("is_file", "why"), [(False, "chmod 700"), (True, "/disk: ")])
 def test_a_folder_that_cannot_be_used_ends_the_start_in_words(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str], is_file: bool, why: str
 ) -> None:
-    (tmp_path / "disk").mkdir(mode=0o755)
+    if is_file:
+        (tmp_path / "disk").touch()
+    else:
+        (tmp_path / "disk").mkdir(mode=0o755)
     monkeypatch.setenv("THIMBLE_API_MODEL_DIR", str(MODEL_DIR))
     monkeypatch.setenv("THIMBLE_API_SNAPSHOT_DISK_DIR", str(tmp_path / "disk"))
     monkeypatch.setenv("THIMBLE_API_REDIS_URL", "redis://127.0.0.1:1/0")
@@ -309,5 +313,7 @@ def test_a_folder_that_cannot_be_used_ends_the_start_in_words(
     assert main() == 1
     said = capfd.readouterr()
     assert "THIMBLE_API_SNAPSHOT_DISK_DIR" in said.err
-    assert "chmod 700" in said.err
+    assert why in said.err
+    assert "give a folder" in said.err
+    assert "Errno" not in said.err
     assert "listening" not in said.out
