@@ -127,10 +127,9 @@ class Snapshots:
         reach = max((offset for offset, one in found.items() if one.sendable), default=0)
         if self._spilling is not None and await self._spilling.bring_back(keys, reach):
             found, older, stored = await self._find(prompt, keys)
-        ids, offers, positions = await asyncio.to_thread(self._compose, prompt, found, inside)
+        ids, offers, positions, wrong = await asyncio.to_thread(self._compose, prompt, found, inside)
         keep = self._choose(prompt, ids, keys, stored - {offset for offset in found if offset not in offers})
         self._metrics.lookup_s.observe(time.perf_counter() - began)
-        wrong = [offer for offset, offer in found.items() if offset not in offers]
         await self._forget(wrong)
         return Plan(
             ids=tuple(ids),
@@ -251,21 +250,27 @@ class Snapshots:
 
     def _compose(
         self, prompt: Prompt, found: Mapping[int, "_Found"], inside: Sequence[int]
-    ) -> tuple[list[int], dict[int, "_Found"], dict[int, int]]:
-        """The prompt's ids, what is found true, longest first, and position -> offset of those places `inside` that are
-        to be read. Runs in a thread: long prompts take a while."""
+    ) -> tuple[list[int], dict[int, "_Found"], dict[int, int], list["_Found"]]:
+        """The prompt's ids, what is found true, longest first, position -> offset of those places `inside` that are to
+        be read, and what is found wrong. A record may be neither: the same text by other ids than a longer one's, as
+        when an answer was given twice. It stays for whoever finds no longer one. Runs in a thread: long prompts take a
+        while."""
         ids: list[int] | None = None
         positions: dict[int, int] = {}
         true: dict[int, _Found] = {}
+        wrong: list[_Found] = []
         for offset, one in found.items():
             record = one.record
             if self._tokenizer.canonical_ids(record.ids) != self._tokenizer.canonical_text(prompt.text[:offset]):
+                wrong.append(one)
                 continue
             if ids is None:
                 ids = self._encode(list(record.ids), prompt.text, offset, inside, positions)
             if array("I", ids[: record.head.tokens]) == record.ids[: record.head.tokens]:
                 true[offset] = one
-        return self._encode([], prompt.text, 0, inside, positions) if ids is None else ids, true, positions
+        if ids is None:
+            ids = self._encode([], prompt.text, 0, inside, positions)
+        return ids, true, positions, wrong
 
     def _encode(
         self, ids: list[int], text: str, start: int, inside: Sequence[int], positions: dict[int, int]

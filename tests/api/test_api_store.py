@@ -306,6 +306,39 @@ def test_rubbish_under_our_keys(
     assert again["usage"]["prompt_tokens"] == len(ids)
 
 
+def test_a_state_by_other_ids_than_a_longer_one_stays(
+    start_api: Callable[..., RunningApi],
+    store: EmbeddedStore,
+    client: Any,
+    cold: ScriptedEngine,
+    folder: ModelFolder,
+) -> None:
+    """One api has the answer as it was written, letter by letter, another one as it is tokenised. The longer dialog is
+    the other one's: what is stored of the first still fits its text, and is found where there is no longer one."""
+
+    def names(kind: str) -> set[bytes]:
+        return set(client.keys(f"thimble:3:{kind}:*"))
+
+    cold.script, usual = [i for letter in "Hello there, friend." for i in folder.tokenizer.encode(letter)], cold.script
+    reply, _ = chat(start_api(redis_url=store.url, read_ahead=False), *DIALOG)
+    as_written = {name: client.hgetall(name) for name in names("text")}
+    states = names("state")
+    client.delete(*as_written)
+    cold.script = usual
+    chat(start_api(redis_url=store.url, read_ahead=False), *next_turn(reply))
+    as_tokenised = names("text")
+    client.delete(*names("state") - states)  # evicted
+    for name in as_written.keys() - as_tokenised:
+        client.hset(name, mapping=as_written[name])
+
+    api = start_api(redis_url=store.url, read_ahead=False)
+    assert chat(api, *next_turn(reply))[1] == 0, "ids of two kinds were mixed"
+    assert api.metric("snapshot_mismatches_total") == 0
+    client.delete(*as_tokenised)
+    _, restored = chat(start_api(redis_url=store.url, read_ahead=False), *next_turn(reply))
+    assert restored > len(cold.calls[0].start.ids), "up to the end of the answer"
+
+
 def test_a_server_that_is_no_redis(start_api: Callable[..., RunningApi], engine: ScriptedEngine) -> None:
     api = start_api()
     other = start_api(redis_url=api.url.replace("http", "redis"), redis_timeout_ms=300)
