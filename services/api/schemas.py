@@ -16,8 +16,10 @@ MOST_LOGPROBS = 20
 
 # Fields that would change the answer and are not built: anything but these values is refused, not ignored.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (None, True),
     "audio": (None,),
     "best_of": (None, 1),
+    "continue_final_message": (None, False),  # a last message of the assistant's is answered by a new one
     "echo": (None, False),
     "function_call": (None, "auto", "none"),
     "functions": (None, []),

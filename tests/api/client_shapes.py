@@ -170,6 +170,7 @@ ANSWERED: dict[str, tuple[str, dict[str, Any]]] = {
             "skip_special_tokens": True,
             "min_tokens": 0,
             "add_generation_prompt": True,
+            "continue_final_message": False,
             "include_reasoning": True,
             "chat_template_kwargs": {"enable_thinking": False},
         },

@@ -134,7 +134,7 @@ def test_bad_fields_are_named(shared_api: RunningApi, shared_engine: ScriptedEng
 
 UNSUPPORTED = {
     "functions": [{"name": "f"}], "audio": {"voice": "x"}, "modalities": ["audio"], "best_of": 2, "echo": True,
-    "suffix": "x",
+    "suffix": "x", "continue_final_message": True, "add_generation_prompt": False,
 }  # fmt: skip
 
 
