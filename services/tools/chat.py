@@ -5,31 +5,18 @@ Owns the terminal and one conversation. Uses nothing but the standard library, s
 
 import argparse
 import contextlib
-import http.client
-import json
-import os
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 from services.tools.amounts import count, nothing_or_more, whole
+from services.tools.completions import Server, ServerError
 
 STOPPED = "you"  # as the reason why an answer ended
 INTERRUPTED = 130
 DIM, PLAIN = "\033[2m", "\033[0m"
 HELP = "/new starts over, /think switches thinking on and off, /quit (or Ctrl-D) ends; Ctrl-C stops an answer"
-
-
-ADDRESS = "give the address that `thimble up` prints"
-
-
-class ChatError(Exception):
-    """The server cannot be reached or refused the request. The message is for people."""
-
-    code = "chat"
 
 
 @dataclass
@@ -53,84 +40,6 @@ class Answer:
         cached = f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens from a snapshot"
         ending = "" if self.finish_reason in ("stop", "") else f", ended by {self.finish_reason}"
         return f"{speed}{self.completion_tokens} tokens, first after {self.first_token_s:.2f} s, {cached}{ending}"
-
-
-@dataclass
-class Server:
-    """Where to ask. `url` is the server's root, with or without /v1."""
-
-    url: str
-    api_key: str = ""
-    timeout_s: float = 3600.0
-
-    def models(self) -> list[str]:
-        with self._reply("GET", "/models", None) as reply:
-            try:
-                found = [str(model["id"]) for model in json.loads(reply.read())["data"]]
-            except (ValueError, KeyError, TypeError, OSError, http.client.HTTPException) as error:
-                raise ChatError(
-                    f"{self.url} is no OpenAI-compatible server: it has no list of models; {ADDRESS}"
-                ) from error
-        if not found:
-            raise ChatError(f"{self.url}: the server has no model")
-        return found
-
-    def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The chunks of one streamed answer. Leaving the iteration early hangs up, and the server stops."""
-        body = body | {"stream": True, "stream_options": {"include_usage": True}}
-        with self._reply("POST", "/chat/completions", body) as reply:
-            while line := self._line(reply):
-                if not line.startswith(b"data:"):
-                    continue
-                data = line[len(b"data:") :].strip()
-                if data == b"[DONE]":
-                    return
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    raise ChatError(chunk["error"]["message"])
-                yield chunk
-        raise ChatError("the connection ended in the middle of the answer")
-
-    def _line(self, reply: http.client.HTTPResponse) -> bytes:
-        try:
-            return reply.readline()
-        except (OSError, http.client.HTTPException) as error:
-            raise ChatError(f"the connection broke in the middle of the answer: {error}") from error
-
-    def _reply(self, method: str, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
-        try:
-            parts = urlsplit(self.url if "//" in self.url else f"http://{self.url}")
-            if parts.scheme not in ("http", "https") or not parts.hostname or not 0 < (parts.port or 80) < 65536:
-                raise ValueError
-        except ValueError as error:
-            raise ChatError(f"{self.url!r} is no address; give one like http://127.0.0.1:8000") from error
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        connection = kind(parts.netloc, timeout=self.timeout_s)
-        try:
-            root = parts.path.rstrip("/").removesuffix("/v1")
-            connection.request(method, f"{root}/v1{path}", json.dumps(body) if body else None, headers)
-            reply = connection.getresponse()
-        except http.client.BadStatusLine as error:
-            connection.close()
-            raise ChatError(f"{self.url} answers, but is no web server; {ADDRESS}") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise ChatError(f"cannot reach {self.url}: {error}; is `thimble up` running?") from error
-        except UnicodeError as error:
-            raise ChatError("OPENAI_API_KEY or the address has letters that no request can have") from error
-        if reply.status != 200:
-            with reply:
-                raise ChatError(_error_message(reply.status, reply.read()))
-        return reply
-
-
-def _error_message(status: int, body: bytes) -> str:
-    try:
-        return f"{json.loads(body)['error']['message']} (status {status})"
-    except (ValueError, KeyError, TypeError):
-        return f"the server answered with status {status}"
 
 
 @dataclass
@@ -223,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    server = Server(args.url, os.environ.get("OPENAI_API_KEY", ""))
+    server = Server(args.url)
     model = _model(args.model or server.models()[0], args.think)
     wanted = {"temperature": args.temperature, "max_tokens": args.max_tokens, "seed": args.seed}
     options = {name: value for name, value in wanted.items() if value is not None}
@@ -249,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
         elif text:
             try:
                 screen.note(talk.ask(text, screen).summary())
-            except ChatError as error:
+            except ServerError as error:
                 screen.note(str(error))
     return 0
 

@@ -19,8 +19,8 @@ from typing import IO
 from services.settings import SettingError
 from services.tools import demo
 from services.tools.amounts import amount, count
-from services.tools.chat import Server
 from services.tools.child import DONE, Child
+from services.tools.completions import Server
 from services.tools.stack import Stack, StackError, plan_stack
 
 WATCH_S = 0.2

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from services.tools import cli
+from services.tools.completions import Server, ServerError
 
 MODELS = json.dumps({"data": [{"id": "m"}, {"id": "m-think"}]}).encode()
 
@@ -104,3 +105,41 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
         pass
     assert cli.main(["chat", "--url", url, "Well?"]) == 1
     assert "is `thimble up` running?" in capsys.readouterr().err
+
+
+def test_an_answer_that_ctrl_c_stops_ends_with_its_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(self: Server, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        yield {"choices": [{"index": 0, "delta": {"content": "For"}}]}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Server, "stream", stopped)
+    with server(200, GOOD) as (url, _):
+        assert cli.main(["chat", "--url", url, "Well?"]) == 130
+    said = capsys.readouterr().out
+    assert said.startswith("For\n")
+    assert "ended by you" in said
+
+
+def test_a_whole_answer_by_an_address_with_or_without_v1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    whole = json.dumps({"choices": [{"message": {"content": "Forty-two"}}]}).encode()
+    with server(200, whole) as (url, asked):
+        for address in (url, f"{url}/v1", f"{url}/v1/"):
+            assert Server(address, timeout_s=30).choice({"model": "m"})["message"]["content"] == "Forty-two"
+    assert [headers["Authorization"] for headers, _ in asked] == ["Bearer secret"] * 3
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "told"),
+    [
+        (200, b"<html>", "has sent no chat completion"),
+        (200, b"[]", "has sent no chat completion"),
+        (200, b'{"choices": []}', "has sent no chat completion"),
+        (401, json.dumps({"error": {"message": "no key"}}).encode(), "no key .status 401."),
+    ],
+)
+def test_no_whole_answer_is_told(status: int, body: bytes, told: str) -> None:
+    with server(status, body) as (url, _), pytest.raises(ServerError, match=told):
+        Server(url, timeout_s=30).choice({"model": "m"})

@@ -262,7 +262,7 @@ class Loader:
         header = bytearray(HEADER.size)
         yield memoryview(header)
         tokens = form.check_header(bytes(header), state)
-        if tokens != (self._offered_tokens or tokens):
+        if self._offered_tokens not in (None, tokens):
             raise PayloadError("snapshot: it holds another state than the one that was offered")
         state.reserve(tokens)
         ids, names = bytearray(4 * tokens), bytearray(NAME_BYTES * form.blocks(tokens))

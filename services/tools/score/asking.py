@@ -17,7 +17,7 @@ from services.engine.experts.streamer import open_experts
 from services.engine.model import Model, Segment
 from services.engine.pages import PagePool, pages_for
 from services.engine.state import State
-from services.tools.completions import first_choice
+from services.tools import completions
 from services.tools.repack import repack
 
 CHUNK_TOKENS = 64
@@ -40,10 +40,10 @@ class Asked(Protocol):
 
 
 class Server:
-    """`url` with /v1 at its end. Raises ServerError."""
+    """Raises completions.ServerError."""
 
     def __init__(self, url: str, model: str) -> None:
-        self._url, self._model = url.rstrip("/"), model
+        self._server, self._model = completions.Server(url, timeout_s=600), model
 
     def ask(self, messages: Messages, tools: Sequence[Any] = (), think: bool = False) -> Reply:
         body: dict[str, Any] = {
@@ -55,7 +55,7 @@ class Server:
         }
         if tools:
             body["tools"] = list(tools)
-        choice = first_choice(self._url, body, 600)
+        choice = self._server.choice(body)
         said = choice["message"]
         calls = [call["function"] for call in said.get("tool_calls") or ()]
         return Reply(

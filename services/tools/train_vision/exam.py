@@ -17,7 +17,7 @@ from PIL import Image
 from services.tools import figures
 from services.tools.amounts import count, whole
 from services.tools.complaints import UsageError
-from services.tools.completions import first_choice
+from services.tools.completions import Server
 from services.tools.train_vision import plain
 from services.tools.train_vision.answers import is_right
 from services.tools.train_vision.drawings import HELD_OUT, drawing
@@ -86,7 +86,7 @@ def ask(url: str, model: str, image: Image.Image, question: str) -> str:
     picture = f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
     content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": question}]
     body = {"model": model, "messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 32}
-    return str(first_choice(url, body, 300)["message"]["content"] or "")
+    return str(Server(url, timeout_s=300).choice(body)["message"]["content"] or "")
 
 
 def _keep(folder: Path, name: str, image: Image.Image, text: str) -> None:
